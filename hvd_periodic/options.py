@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Annotated, Any, ParamSpec, TypedDict, cast, get_type_hints
 
@@ -98,7 +98,7 @@ class Options(ExchangeOptions, total=False):
     process_set: Annotated[Any, None]
 
 
-def of_exchange(options: Options) -> ExchangeOptions:
+def of_exchange(options: Mapping[str, Any]) -> ExchangeOptions:
     """Return the options, out of a complete set, that the synchronizer of the core takes."""
     known = _defaults(ExchangeOptions)
     return cast(ExchangeOptions, {name: value for name, value in options.items() if name in known})

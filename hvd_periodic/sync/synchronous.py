@@ -11,6 +11,7 @@ from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.arguments import described
 from hvd_periodic.centers import Placement, Replicated
 from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.comm.agreement import ADVICE
 from hvd_periodic.comm.handshake import Purpose, Record, integers
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
@@ -38,6 +39,8 @@ class Synchronous(Exchanger[V]):
     steps_agree = True
     overlapped: ClassVar[bool] = False
     """Local steps continue while an exchange is in flight."""
+    advice = ADVICE
+    """What a user may have forgotten where centers differ."""
 
     @classmethod
     def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
@@ -208,7 +211,7 @@ class Synchronous(Exchanger[V]):
             sent += sum(self._send(turn, agreed.step, agreed.training) for turn in due.turns)
         self._constrain()
         if context.audit_every and (context.progress.rounds + 1) % context.audit_every == 0:
-            groups.audit()
+            groups.audit(self.advice)
         return sent
 
     def _constrain(self) -> None:

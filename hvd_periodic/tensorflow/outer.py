@@ -73,7 +73,7 @@ class VariableOuterOptimizer(FollowsRate):
 
     def clone(self) -> VariableOuterOptimizer:
         """Return a clone without a center."""
-        return VariableOuterOptimizer(self._moved.clone(), self._parameters, self._values)
+        return type(self)(self._moved.clone(), self._parameters, self._values)
 
     def per_fragment(self, fragments: Sequence[Fragment]) -> DividedVariables:
         """Return one outer optimizer for each fragment."""

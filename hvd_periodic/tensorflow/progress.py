@@ -75,6 +75,7 @@ class VariableProgress(ProgressTracker):
             with tf.init_scope():
                 self._landing = tf.Variable(_NEVER, dtype=tf.int64, trainable=False)
         self._new_variable, self._remembers, self._values = new_variable, schedule.remembers, values
+        self._first_memory: Mapping[str, float] = {}
         self._fragments = schedule.fragments if isinstance(schedule, FragmentSchedule) else 1
         self.learning_rate = learning_rate
         self.variables: dict[str, tf.Variable] = {}
@@ -90,7 +91,8 @@ class VariableProgress(ProgressTracker):
             self.note_variables["loss_sum"] = self._new_variable("loss_sum", (), tf.float64, 0.0)
             self.note_variables["losses"] = self._new_variable("losses", (), tf.int64, 0)
         for name in self._remembers:
-            self.note_variables[MEMORY + name] = self._new_variable(f"{MEMORY}{name}", (), tf.float64, np.nan)
+            first = self._first_memory.get(name, np.nan)
+            self.note_variables[MEMORY + name] = self._new_variable(f"{MEMORY}{name}", (), tf.float64, first)
         if self._fragments > 1:
             self.note_variables[SINCE] = self._new_variable(SINCE, (self._fragments, _PER_FRAGMENT), tf.int64, 0)
 
@@ -171,7 +173,9 @@ class VariableProgress(ProgressTracker):
     def _first_exchange(self, schedule: Schedule) -> int:
         """Return the step of the first exchange; TensorFlow 1 sessions do not determine it again at the start."""
         if in_session():
-            return ask(schedule, Clock(learning_rate=self.current_rate())).next_exchange
+            plan = ask(schedule, Clock(learning_rate=self.current_rate()))
+            self._first_memory = plan.memory
+            return plan.next_exchange
         return super()._first_exchange(schedule)
 
     def add(self, **increments: Any) -> None:

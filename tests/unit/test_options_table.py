@@ -126,6 +126,10 @@ class Maker:
             import torch
 
             return lambda groups: torch.optim.SGD(groups, lr=1.0)
+        if self.front_end == "`contrib_opt`":
+            import tensorflow as tf
+
+            return tf.compat.v1.train.GradientDescentOptimizer(1.0)
         return self._model()[1]
 
     def _model(self) -> tuple[Any, Any]:
@@ -147,6 +151,7 @@ class Maker:
 
         hvd.init()
         v1, algorithm = tf.compat.v1, options.pop("algorithm", EASGD())
+        asked = cls
         if cls == "PeriodicOptimizer" and isinstance(algorithm, EASGD | AGN):
             cls = "ElasticAverageOptimizer" if isinstance(algorithm, EASGD) else "AGNOptimizer"
         period = options.pop("period", 4)
@@ -154,13 +159,15 @@ class Maker:
             made = getattr(self.module, cls)
             getter = getattr(self.module, cls.replace("Optimizer", "CustomGetter"))("")
             with v1.variable_scope("", custom_getter=getter):
-                loss = tf.reduce_sum(v1.get_variable("w", (2,)) ** 2)
+                loss = tf.add_n([tf.reduce_sum(v1.get_variable(name, (2,)) ** 2) for name in "wb"])
             wrap = options.pop("wrap", lambda maker, local, model: local)
             local = wrap(self, v1.train.GradientDescentOptimizer(0.1), None)
             if cls == "ModelAverageOptimizer":
                 optimizer = made(local, 1, True, getter, period, **options)
+            elif cls == "PeriodicOptimizer":
+                optimizer = made(local, 1, getter, algorithm, period, **options)
             else:
-                own = {"rho": 0.0} if cls == "ElasticAverageOptimizer" else {}
+                own = {"rho": 0.0} if cls == "ElasticAverageOptimizer" else vars(algorithm) if cls != asked else {}
                 optimizer = made(local, 1, getter, period, **own, **options)
             optimizer.minimize(loss, global_step=v1.train.get_or_create_global_step())
             return optimizer
@@ -187,8 +194,6 @@ def with_algorithms(*algorithms: Any) -> Callable[[Maker], None]:
 
 
 def with_outer_optimizer(maker: Maker) -> None:
-    if maker.front_end == "`contrib_opt`":
-        maker.make("AGNOptimizer", outer_optimizer=None)
     maker.make(algorithm=AGN(), outer_optimizer=maker.outer())
 
 

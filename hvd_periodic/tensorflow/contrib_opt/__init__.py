@@ -1,4 +1,4 @@
-"""The three optimizers of ``tf.contrib.opt`` on Horovod, for scripts that build TensorFlow 1 graphs.
+"""The three optimizers of ``tf.contrib.opt`` on Horovod, and one of other algorithms, for TensorFlow 1 graphs.
 
 Example::
 
@@ -27,8 +27,10 @@ from hvd_periodic.tensorflow.contrib_opt.getters import (
     AGNCustomGetter,
     ElasticAverageCustomGetter,
     ModelAverageCustomGetter,
+    PeriodicCustomGetter,
 )
 from hvd_periodic.tensorflow.contrib_opt.model_average import ModelAverageOptimizer
+from hvd_periodic.tensorflow.contrib_opt.periodic import PeriodicOptimizer
 
 __all__ = [
     "GLOBAL_VARIABLE_NAME",
@@ -40,4 +42,6 @@ __all__ = [
     "ElasticAverageOptimizer",
     "ModelAverageCustomGetter",
     "ModelAverageOptimizer",
+    "PeriodicCustomGetter",
+    "PeriodicOptimizer",
 ]

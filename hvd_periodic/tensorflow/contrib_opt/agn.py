@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import tensorflow as tf
 
 from hvd_periodic.algorithms import AGN
-from hvd_periodic.options import PathLike
+from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
 from hvd_periodic.tensorflow.contrib_opt.getters import AGNCustomGetter
 from hvd_periodic.tensorflow.contrib_opt.optimizer import InitializedByTask
+from hvd_periodic.tensorflow.contrib_opt.options import SessionOptions
 from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, with_gradient
 from hvd_periodic.tensorflow.contrib_opt.request import Request
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.space import TensorSpace
-from hvd_periodic.wires.compression import Compression
 
 
 class AGNOptimizer(InitializedByTask):
@@ -35,11 +35,11 @@ class AGNOptimizer(InitializedByTask):
         use_locking: in asynchronous exchange through shared memory, whether reading and adding exclude those of other
             ranks; without it, additions that collide may be lost. Otherwise nothing is written concurrently.
         name: of the optimizer.
-        buffers: as in :class:`ElasticAverageOptimizer`.
+        outer_optimizer: moves the center, in a copy with a state of its own. Default: ``optimizer``.
+        op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
         asynchronous: as in :class:`ElasticAverageOptimizer`; the center's optimizer, whose hyper-parameters have to be
             numbers, starts anew with every process.
-        compression: as in :class:`ElasticAverageOptimizer`.
-        center_file: as in :class:`ElasticAverageOptimizer`.
+        options: as in :class:`ElasticAverageOptimizer`.
 
     Raises:
         TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size.
@@ -49,6 +49,7 @@ class AGNOptimizer(InitializedByTask):
         Hermans, Spanakis, Möckel: Accumulated Gradient Normalization. arXiv 1710.02368 (2017).
     """
 
+    @takes(SessionOptions)
     def __init__(
         self,
         optimizer: Any,
@@ -58,25 +59,23 @@ class AGNOptimizer(InitializedByTask):
         use_locking: bool = True,
         name: str = "AGNOptimizer",
         *,
-        buffers: str = "average",
+        outer_optimizer: Any = None,
+        op: str = "sum",
         asynchronous: bool = False,
-        process_set: Any = None,
-        compression: Any = Compression.none,
-        center_file: PathLike | None = None,
+        **options: Unpack[SessionOptions],
     ) -> None:
         request = Request(
             optimizer,
             num_worker,
             custom_getter,
             AGNCustomGetter,
-            AGN,
+            lambda: AGN(op),
             ("communication_period", communication_period),
-            buffers,
+            options,
             asynchronous,
-            compression,
-            center_file,
+            outer_optimizer,
         )
-        super().__init__(request, use_locking, name, process_set)
+        super().__init__(request, use_locking, name)
 
     def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
         return tf.zeros_like(center)

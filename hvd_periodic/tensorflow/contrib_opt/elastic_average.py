@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.algorithms.easgd import ContribEASGD
-from hvd_periodic.options import PathLike
+from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
-from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, value_of
 from hvd_periodic.tensorflow.contrib_opt.getters import ElasticAverageCustomGetter
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import plain
 from hvd_periodic.tensorflow.contrib_opt.optimizer import InitializedByTask
+from hvd_periodic.tensorflow.contrib_opt.options import SessionOptions
 from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs
 from hvd_periodic.tensorflow.contrib_opt.rates import default_rho
 from hvd_periodic.tensorflow.contrib_opt.request import Request
 from hvd_periodic.tensorflow.space import TensorSpace
-from hvd_periodic.wires.compression import Compression
 
 
 class ElasticAverageOptimizer(InitializedByTask):
@@ -43,14 +42,11 @@ class ElasticAverageOptimizer(InitializedByTask):
             ranks; without it, additions that collide may be lost. Otherwise nothing is written concurrently.
         synchronous: accepted; all ranks start together.
         name: of the optimizer.
-        buffers: ``"average"``: variables of the getter that are not trainable, such as moving averages of batch
-            normalization, become their mean over ranks at every exchange; ``"local"``: they are left alone.
         asynchronous: exchange with one center on its own clock, without waiting for other ranks, as ``tf.contrib.opt``
             does; needs MPI. The center variables hold the center as this rank last left it, and the final one after
             :meth:`get_final_op`. The rate is in (0, 1].
-        compression: how messages travel: ``hvdp.Compression.none``, ``fp16``, ``bf16``, ``int8`` or ``topk(0.01)``.
-        center_file: of asynchronous exchange: a path, in whose pages the center lies, so that whatever ends the job
-            leaves it there, as a safetensors file; see :class:`~hvd_periodic.options.ExchangeOptions`.
+        options: those of :class:`~hvd_periodic.tensorflow.contrib_opt.options.SessionOptions`; the signature has their
+            defaults.
 
     Raises:
         TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size; no ``rho``
@@ -72,6 +68,7 @@ class ElasticAverageOptimizer(InitializedByTask):
         Zhang, Choromanska, LeCun: Deep Learning with Elastic Averaging SGD. arXiv 1412.6651 (2015).
     """
 
+    @takes(SessionOptions)
     def __init__(
         self,
         opt: Any,
@@ -84,11 +81,8 @@ class ElasticAverageOptimizer(InitializedByTask):
         synchronous: bool = False,
         name: str = "ElasticAverageOptimizer",
         *,
-        buffers: str = "average",
         asynchronous: bool = False,
-        process_set: Any = None,
-        compression: Any = Compression.none,
-        center_file: PathLike | None = None,
+        **options: Unpack[SessionOptions],
     ) -> None:
         def algorithm() -> ContribEASGD:
             made = ContribEASGD(moving_rate)
@@ -112,12 +106,10 @@ class ElasticAverageOptimizer(InitializedByTask):
             ElasticAverageCustomGetter,
             algorithm,
             ("communication_period", communication_period),
-            buffers,
+            options,
             asynchronous,
-            compression,
-            center_file,
         )
-        super().__init__(request, use_locking, name, process_set)
+        super().__init__(request, use_locking, name)
 
     def compute_gradients(
         self,
@@ -148,13 +140,8 @@ class ElasticAverageOptimizer(InitializedByTask):
             elastic = [(self._elastic(g, variable), variable) for g, variable in pairs]
         return [(g if g is None else tf.where(begun, e, g), v) for (e, v), (g, _) in zip(elastic, pairs, strict=True)]
 
-    def _before_exchange(self, references: Sequence[Any]) -> Assigned:
-        if self._algorithm.uses_gradients:  # Then it is part of the algorithm's state.
-            return []
-        return [self._getter.companions[key].assign(value_of(self._getter.centers[key])) for key in references]
-
     def _as_read(self, references: Sequence[Any]) -> list[tf.Variable]:
-        if self._algorithm.uses_gradients:
+        if self._algorithm.uses_gradients:  # Then it is part of the algorithm's state.
             return []
         return [self._getter.companions[reference] for reference in references]
 

@@ -45,6 +45,7 @@ class CustomGetter:
         self.collection = collection
         self.centers: dict[Any, tf.Variable] = {}
         self.companions: dict[Any, tf.Variable] = {}
+        self.vectors: dict[tuple[Any, str], tf.Variable] = {}
         self.statistics: list[Any] = []
 
     def __call__(
@@ -105,45 +106,53 @@ class CustomGetter:
 
     def made(self) -> list[tf.Variable]:
         """Return what accompanies local replicas."""
-        return [*self.centers.values(), *self.companions.values()]
+        return [*self.centers.values(), *self.companions.values(), *self.vectors.values()]
+
+    def vector(self, local: Any, key: str) -> tf.Variable:
+        """Return what an algorithm keeps with the center of a local replica, beside the center itself."""
+        if key == "center":
+            return self.centers[local.ref()]
+        if (local.ref(), key) not in self.vectors:
+            self.vectors[local.ref(), key] = self._create(
+                local, f"{GLOBAL_VARIABLE_NAME}/{{}}/{key}", tf.zeros_like, _COLLECTIONS.GLOBAL_VARIABLES
+            )
+        return self.vectors[local.ref(), key]
 
     def accompany(self, local: Any) -> None:
-        """Create what the optimizer needs of a local replica, if it is not there yet.
-
-        Of the same kind, resource or reference: where the replica is, scripts may get their values by name.
-        """
+        """Create what the optimizer needs of a local replica, if it is not there yet."""
         if local.ref() in self.centers:
             return
         tf.compat.v1.add_to_collection(_REPLICAS, local)
+        name = f"{GLOBAL_VARIABLE_NAME}/{{}}"
+        self.centers[local.ref()] = self._create(local, name, tf.identity, _COLLECTIONS.GLOBAL_VARIABLES)
+        if self.companion is not None:
+            first = tf.zeros_like if self.companion == GRAD_VARIABLE_NAME else tf.identity
+            self.companions[local.ref()] = self._create(local, f"{self.companion}/{{}}", first, self.collection)
+
+    def _create(self, local: Any, name: str, first: Callable[[tf.Tensor], tf.Tensor], collection: str) -> tf.Variable:
+        """Create a variable like a local replica, whose initial value ``first`` is given; ``name`` has a place for its.
+
+        It is of the same kind, resource or reference: where the replica is, scripts may get their values by name.
+        """
         dtype = accumulation_dtype(local.dtype.base_dtype)
-
-        def start() -> tf.Tensor:
-            return tf.cast(local.initial_value, dtype)
-
-        def create(prefix: str, initial: Callable[[], tf.Tensor], collection: str) -> tf.Variable:
+        with tf.device(None), tf.compat.v1.name_scope(None):
             variable = tf.compat.v1.Variable(
-                initial,
+                lambda: first(tf.cast(local.initial_value, dtype)),
                 trainable=False,
                 collections=[collection],
-                name=f"{prefix}/{local.op.name}",
+                name=name.format(local.op.name),
                 dtype=dtype,
                 use_resource=is_resource(local),
             )
-            belongs_to_optimizer(variable)
-            if local._save_slice_info is not None:
-                whole = local._save_slice_info
-                variable._set_save_slice_info(
-                    tf.Variable.SaveSliceInfo(
-                        f"{prefix}/{whole.full_name}", whole.full_shape, whole.var_offset, whole.var_shape
-                    )
+        belongs_to_optimizer(variable)
+        if local._save_slice_info is not None:
+            whole = local._save_slice_info
+            variable._set_save_slice_info(
+                tf.Variable.SaveSliceInfo(
+                    name.format(whole.full_name), whole.full_shape, whole.var_offset, whole.var_shape
                 )
-            return variable
-
-        with tf.device(None), tf.compat.v1.name_scope(None):
-            self.centers[local.ref()] = create(GLOBAL_VARIABLE_NAME, start, _COLLECTIONS.GLOBAL_VARIABLES)
-            if self.companion is not None:
-                first = (lambda: tf.zeros_like(start())) if self.companion == GRAD_VARIABLE_NAME else start
-                self.companions[local.ref()] = create(self.companion, first, self.collection)
+            )
+        return variable
 
 
 class ElasticAverageCustomGetter(CustomGetter):
@@ -158,6 +167,14 @@ class ElasticAverageCustomGetter(CustomGetter):
 
 class ModelAverageCustomGetter(CustomGetter):
     """Creates ``w`` and its center ``global_center_variable/w``.
+
+    Args:
+        worker_device: accepted and ignored.
+    """
+
+
+class PeriodicCustomGetter(CustomGetter):
+    """Creates ``w`` and its center ``global_center_variable/w``, for any algorithm whose workers keep no vectors.
 
     Args:
         worker_device: accepted and ignored.

@@ -74,6 +74,7 @@ class Initialization:
         self.times += 1
         shared = [
             *self._getter.centers.values(),
+            *self._getter.vectors.values(),
             *self._getter.statistics,
             *self._counters.saved,
             *of_center_optimizer,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Averaging
+from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.contrib_opt.getters import ModelAverageCustomGetter
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
 from hvd_periodic.tensorflow.contrib_opt.optimizer import GraphOptimizer
+from hvd_periodic.tensorflow.contrib_opt.options import SessionOptions
 from hvd_periodic.tensorflow.contrib_opt.request import Request
-from hvd_periodic.wires.compression import Compression
 
 
 class ModelAverageOptimizer(GraphOptimizer):
@@ -28,8 +29,7 @@ class ModelAverageOptimizer(GraphOptimizer):
         interval_steps: local steps between exchanges (τ), or a schedule.
         use_locking: accepted; in a synchronous exchange nothing is written concurrently.
         name: of the optimizer.
-        buffers: as in :class:`ElasticAverageOptimizer`.
-        compression: as in :class:`ElasticAverageOptimizer`.
+        options: as in :class:`ElasticAverageOptimizer`.
 
     Raises:
         TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size.
@@ -39,6 +39,7 @@ class ModelAverageOptimizer(GraphOptimizer):
         Stich: Local SGD Converges Fast and Communicates Little. arXiv 1805.09767 (2018).
     """
 
+    @takes(SessionOptions)
     def __init__(
         self,
         opt: Any,
@@ -48,10 +49,7 @@ class ModelAverageOptimizer(GraphOptimizer):
         interval_steps: int | Schedule = 100,
         use_locking: bool = True,
         name: str = "ModelAverageOptimizer",
-        *,
-        buffers: str = "average",
-        process_set: Any = None,
-        compression: Any = Compression.none,
+        **options: Unpack[SessionOptions],
     ) -> None:
         request = Request(
             opt,
@@ -60,10 +58,9 @@ class ModelAverageOptimizer(GraphOptimizer):
             ModelAverageCustomGetter,
             Averaging,
             ("interval_steps", interval_steps),
-            buffers,
-            compression=compression,
+            options,
         )
-        super().__init__(request, use_locking, name, process_set)
+        super().__init__(request, use_locking, name)
         self._is_chief = is_chief
 
     def get_init_op(self) -> tf.Operation:

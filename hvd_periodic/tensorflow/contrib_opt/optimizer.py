@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.algorithms.easgd import BETA
 from hvd_periodic.comm.agreement import build_on_all
+from hvd_periodic.options import of_exchange
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, ranks_of
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
@@ -21,7 +23,7 @@ from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
 from hvd_periodic.tensorflow.contrib_opt.initialization import Initialization
 from hvd_periodic.tensorflow.contrib_opt.initialized import initialize_with
 from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, checked, reference_of, trained_by, with_gradient
-from hvd_periodic.tensorflow.contrib_opt.rates import learning_rate_of
+from hvd_periodic.tensorflow.contrib_opt.rates import SessionRates, learning_rate_of
 from hvd_periodic.tensorflow.contrib_opt.replica import (
     CenterOptimizer,
     GraphOuterOptimizer,
@@ -38,6 +40,7 @@ from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn, SessionTurns
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.replica import NamedVariables
 from hvd_periodic.tensorflow.store import ArrayStore
+from hvd_periodic.vectors.space import VectorSpace
 
 _COLLECTIONS = tf.compat.v1.GraphKeys
 
@@ -45,7 +48,7 @@ _HOW_TO_START = {
     True: "Have sessions of some ranks alone been initialized or restored again after the first step?",
     False: "Has a session begun without the hook of make_session_run_hook() and without get_init_op()?",
 }
-"""What may have gone wrong where centers differ at the first exchange: without a custom getter, and with one."""
+"""What may have gone wrong where centers differ: without a custom getter, and with one."""
 
 
 class GraphOptimizer(tf.compat.v1.train.Optimizer):
@@ -55,25 +58,26 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         request: what its constructor was given.
         use_locking: whether asynchronous exchanges in shared memory exclude each other.
         name: of the optimizer.
-        process_set: the ranks that exchange.
     """
 
     BETA = BETA
 
-    def __init__(self, request: Request, use_locking: bool, name: str, process_set: Any = None) -> None:
+    def __init__(self, request: Request, use_locking: bool, name: str) -> None:
         super().__init__(use_locking, name)
-        communicator = self._communicator = ranks_of(process_set)
-        prefix = communicator.unique_name(provisional=True)  # Its number is that of its exchanges.
+        options = self._options = request.options
+        communicator = self._communicator = ranks_of(options["process_set"])
+        # Its number is that of its exchanges.
+        prefix = communicator.unique_name(options["timeout_seconds"], provisional=True)
         cls = type(self).__name__
 
-        def granted() -> tuple[Algorithm, Schedule, TensorFlowCommunicator | None]:
+        def granted() -> tuple[Algorithm, Any, Schedule, TensorFlowCommunicator | None]:
             if isinstance(request.opt, GraphOptimizer):
                 raise TypeError(f"`{cls}` takes no optimizer that exchanges already; those of PyTorch and Keras do")
             return request.granted(cls, communicator)
 
-        self._algorithm, self._schedule, self._averaged = build_on_all(communicator, prefix, granted)
+        found = build_on_all(communicator, prefix, granted)
+        self._algorithm, self._moving, self._schedule, self._averaged = found
         self._opt: Any = request.opt
-        self._buffers, self._compression, self._center_file = request.buffers, request.compression, request.center_file
         self._asynchronous = bool(request.asynchronous)
         self._adopts = request.getter is None
         getter = request.getter
@@ -126,7 +130,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                 )
             pairs = checked(grads_and_vars, self._getter, self._adopts)
             self._require_global_step(global_step)
-            with spelled_as(type(self).__name__):
+            with spelled_as(type(self).__name__), tf.device(None), self._getter.paused():
                 return pairs, self._synchronizer(trained_by(pairs), prefix)
 
         found = self._getter.found()
@@ -150,23 +154,19 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                     turn,
                     global_step,
                     not self._adopts,
-                    self._before_exchange,
                     lambda: self._initialization.start_centers(trained_by(pairs)),
                 )
                 self._ends.append(end)
                 return end.after(waited, updated)
 
     def _create_slots_of(self, pairs: Pairs) -> None:
-        """Create what the wrapped optimizer, and that of the center, need: before conditionals do."""
+        """Create what the wrapped optimizer needs, before conditionals do."""
         trained = trained_by(pairs)
         with tf.init_scope():
             plain(self._opt)._create_slots(trained)
         belongs_to_optimizer(*self._opt.variables())
         if not self._adopts:
             _keep_local(self._opt.variables())
-        if isinstance(self._center_optimizer, CenterOptimizer):
-            self._center_optimizer.create([self._getter.centers[variable.ref()] for variable in trained])
-            belongs_to_optimizer(*self._center_optimizer.variables())
 
     def _update(self, synchronizer: VariableSynchronizer, turn: SessionTurn, pairs: Pairs) -> tuple[list[Any], Any]:
         """Return what has to have happened before a local step is counted, and whether that is one with an update.
@@ -281,27 +281,30 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         """Return what has to have happened with the gradients before an exchange."""
         return []
 
-    def _before_exchange(self, references: Sequence[Any]) -> Assigned:
-        """Return what else is assigned first at an exchange of some variables."""
-        return []
-
     def _as_read(self, references: Sequence[Any]) -> list[tf.Variable]:
-        """Return the variables of the center as an asynchronous exchange has read it, if they are no state anyway."""
+        """Return the variables of the center as an exchange has read it, if they are no state anyway."""
         return []
 
     def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
         """Return the variables of the algorithm's state by name."""
-        return {"parameters.center": [self._getter.centers[reference] for reference in references]}
+        keys = ["center"]
+        if self._moving is None:
+            keys = list(self._algorithm.init_center(VectorSpace(), np.zeros(1)))
+        return {
+            f"parameters.{key}": [self._getter.vector(reference.deref(), key) for reference in references]
+            for key in keys
+        }
 
     def _synchronizer(self, variables: Sequence[Any], prefix: str) -> VariableSynchronizer:
         references = [reference_of(variable, self._getter) for variable in variables]
         named = NamedVariables(
             [(variable.op.name, variable) for variable in variables],
-            averaged=[(v.op.name, v) for v in self._getter.statistics] if self._buffers == "average" else [],
+            averaged=[(v.op.name, v) for v in self._getter.statistics] if self._options["buffers"] == "average" else [],
         )
-        if self._algorithm.needs_outer_optimizer and self._center_optimizer is None:
+        if self._moving is not None and self._center_optimizer is None:
             made = HostCenterOptimizer if self._asynchronous else CenterOptimizer
-            self._center_optimizer = made(plain(self._opt))
+            self._center_optimizer = made(self._moving)
+        local = plain(self._opt)
         replica = GraphReplica(named, self._vectors(references), self._counters.new_variable)
         moved = self._center_optimizer
         synchronizer = VariableSynchronizer(
@@ -314,23 +317,22 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             prefix,
             asynchronous=self._asynchronous,
             use_locking=self._use_locking,
-            compression=self._compression,
-            center_file=self._center_file,
             outer=None if moved is None else GraphOuterOptimizer(moved, named.parameters, replica.values),
-            learning_rate=lambda: learning_rate_of(plain(self._opt)),
+            rates=SessionRates(local, len(variables)) if self._algorithm.uses_learning_rate else None,
+            learning_rate=lambda: learning_rate_of(local),
             exchangers=(SessionSynchronous, SessionAsynchronous),
+            **of_exchange(self._options),
         )
-        exchanger, groups = synchronizer.exchanger, synchronizer.tensor_groups
+        exchanger: Any = synchronizer.exchanger
+        centers, as_read = [self._getter.centers[reference] for reference in references], self._as_read(references)
+        read, center = (ArrayStore(replica.parameters.layout, of, replica.values) for of in (as_read, centers))
+        exchanger.keep(read if as_read else None, center)
         if isinstance(exchanger, SessionAsynchronous):
-            centers = [self._getter.centers[reference] for reference in references]
             shared = SharedCenter(synchronizer, centers, [v for _, v in named.averaged])
             self._initialization.shared_centers.append(shared)
-            layout, as_read = groups.parameters.values.layout, self._as_read(references)
-            stores = [ArrayStore(layout, variables, replica.values) for variables in (as_read, centers) if variables]
-            exchanger.keep(stores[0] if as_read else None, stores[-1])
-        elif isinstance(exchanger, SessionSynchronous):
-            exchanger.how_to_start = _HOW_TO_START[self._adopts]
-            for group in groups.statistics:
+        else:
+            exchanger.advice = _HOW_TO_START[self._adopts]
+            for group in synchronizer.tensor_groups.statistics:
                 pairs = zip(group.center.tensors(), group.values.tensors(), strict=True)
                 self._initialization.start_buffers(pairs)
         return synchronizer

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+
+from hvd_periodic.centers.learning_rates import LearningRates
 
 _DESCENDING = (
     tf.compat.v1.train.GradientDescentOptimizer,
@@ -24,6 +28,35 @@ def learning_rate_of(opt: Any) -> float | None:
     """Return the learning rate of an optimizer of TensorFlow 1; None where it is not a number."""
     rate = _rate_as_given(opt)
     return float(rate) if isinstance(rate, Real) else None
+
+
+class SessionRates(LearningRates):
+    """The learning rate of an optimizer of TensorFlow 1, for all variables; one that is no number, as a session has it.
+
+    Args:
+        opt: the optimizer.
+        count: number of variables.
+
+    Attributes:
+        given: the value in the session, if :meth:`in_session` asks for it.
+
+    Raises:
+        ValueError: the optimizer has no learning rate.
+    """
+
+    given: Sequence[np.ndarray] = ()
+
+    def __init__(self, opt: Any, count: int) -> None:
+        super().__init__(lambda: [float(self.given[0]) if self.given else learning_rate_of(opt)] * count)
+        self._opt = opt
+        if _rate_as_given(opt) is None:
+            raise ValueError(f"The algorithm needs the learning rate of local steps. {type(opt).__name__} has none")
+
+    def in_session(self) -> dict[str, tf.Tensor]:
+        """Return a rate that is no number as a tensor of the graph that is being built, by name."""
+        rate = _rate_as_given(self._opt)
+        number = isinstance(rate, Real)
+        return {} if number else {"learning_rate": tf.convert_to_tensor(rate() if callable(rate) else rate)}
 
 
 def default_rho(moving_rate: float, opt: Any) -> float:

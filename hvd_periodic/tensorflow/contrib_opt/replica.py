@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.tensorflow.contrib_opt.getters import GLOBAL_VARIABLE_NAME
+from hvd_periodic.tensorflow.contrib_opt.getters import GLOBAL_VARIABLE_NAME, belongs_to_optimizer
 from hvd_periodic.tensorflow.outer import VariableOuterOptimizer
 from hvd_periodic.tensorflow.progress import NewVariable
 from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
@@ -74,11 +74,13 @@ class GraphOuterOptimizer(VariableOuterOptimizer):
     """
 
     given: Sequence[np.ndarray] = ()
+    _moved: Any
     _in_python: HostCenterOptimizer | None = None
 
     def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
-        """Remember where the center and its gradient are."""
+        """Create what the optimizer needs, before a conditional does."""
         self._center, self._gradient = center, gradient
+        self._moved.create(center.tensors())
 
     @property
     def is_in_session(self) -> bool:
@@ -137,20 +139,28 @@ class CenterOptimizer:
 
     Attributes:
         optimizer: the copy.
+        others: like this, each for a fragment of the parameters.
     """
 
     follows_rate = False
 
     def __init__(self, local: tf.compat.v1.train.Optimizer) -> None:
+        self._local = local
+        self.others: list[CenterOptimizer] = []
         self.optimizer = copy.copy(local)
         self.optimizer._slots = {}
         self.optimizer._non_slot_dict = {}
         self.optimizer._deferred_slot_restorations = {}
         self.optimizer._name = f"center_{local.get_name()}"
 
+    def clone(self) -> CenterOptimizer:
+        """Return one like this that has no center yet."""
+        self.others.append(CenterOptimizer(self._local))
+        return self.others[-1]
+
     def variables(self) -> list[Any]:
-        """Return the slots and other variables."""
-        return list(self.optimizer.variables())
+        """Return the slots and other variables of all of them."""
+        return [variable for each in (self, *self.others) for variable in each.optimizer.variables()]
 
     def create(self, centers: Sequence[tf.Variable]) -> None:
         """Create slots and other variables, before a conditional needs them.
@@ -168,6 +178,7 @@ class CenterOptimizer:
 
         with tf.compat.v1.name_scope(None), tf.variable_creator_scope(rename):
             self.optimizer._create_slots(list(centers))
+        belongs_to_optimizer(*self.optimizer.variables())
 
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters that are numbers; those that are tensors can be read in a session only."""

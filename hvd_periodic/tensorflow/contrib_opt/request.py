@@ -12,13 +12,13 @@ import tensorflow as tf
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import require_int, spelled
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.options import PathLike
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.warmup import schedule_around
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
-from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import gradient_group_of
-from hvd_periodic.wires.compression import Compression, as_wire
+from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import gradient_group_of, plain
+from hvd_periodic.tensorflow.contrib_opt.options import SessionOptions
+from hvd_periodic.wires import as_wire
 
 
 def spelled_as(cls: str) -> AbstractContextManager[None]:
@@ -37,10 +37,9 @@ class Request:
         getter_class: the class that the getter has to be of.
         algorithm: makes the algorithm, or raises.
         period: local steps between exchanges, by the name of its argument.
-        buffers: ``"average"`` or ``"local"``.
+        options: all others.
         asynchronous: exchange without waiting for other ranks.
-        compression: how messages travel.
-        center_file: in which an asynchronous center lies.
+        outer_optimizer: moves the center, if the user has passed one.
     """
 
     opt: Any
@@ -49,15 +48,15 @@ class Request:
     getter_class: type[CustomGetter]
     algorithm: Callable[[], Algorithm]
     period: tuple[str, int | Schedule]
-    buffers: str
+    options: SessionOptions
     asynchronous: bool = False
-    compression: Any = Compression.none
-    center_file: PathLike | None = None
+    outer_optimizer: Any = None
 
     def granted(
         self, cls: str, communicator: Communicator
-    ) -> tuple[Algorithm, Schedule, TensorFlowCommunicator | None]:
-        """Return the algorithm, the schedule, and the ranks whose gradients a DistributedOptimizer inside averages.
+    ) -> tuple[Algorithm, Any, Schedule, TensorFlowCommunicator | None]:
+        """Return the algorithm, the optimizer of which a copy moves the center or None, the schedule, and the ranks
+        whose gradients a DistributedOptimizer inside averages.
 
         Args:
             cls: name of the optimizer's class, for errors.
@@ -73,22 +72,29 @@ class Request:
                 f"`num_worker` must be the number of Horovod ranks that exchange, {communicator.size}: pass "
                 f"hvd.size(), or that of the process set. Received: num_worker={self.num_worker!r}"
             )
-        if self.buffers not in ("average", "local"):
-            raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={self.buffers!r}")
-        as_wire(self.compression)
+        buffers = self.options["buffers"]
+        if buffers not in ("average", "local"):
+            raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={buffers!r}")
+        as_wire(self.options["compression"])
         name, period = self.period
         planned = as_schedule(period, name)
         with spelled_as(cls):
             algorithm = self.algorithm()
             (algorithm.asynchronous_variant if self.asynchronous else algorithm.check)(communicator.size)
+            moving = algorithm.outer_optimizer(plain(self.opt), self.outer_optimizer)
         averaged = gradient_group_of(self.opt)
-        return algorithm, schedule_around(averaged, communicator, planned, self.asynchronous), averaged
+        return algorithm, moving, schedule_around(averaged, communicator, planned, self.asynchronous), averaged
 
     def _check_optimizer(self, cls: str) -> None:
         if not isinstance(self.opt, tf.compat.v1.train.Optimizer):
             raise TypeError(
                 f"`{cls}` wraps a tf.compat.v1.train.Optimizer; for Keras optimizers there is "
                 f"hvd_periodic.tensorflow.{cls}. Received: {type(self.opt).__name__}"
+            )
+        given = self.outer_optimizer
+        if given is not None and not isinstance(given, tf.compat.v1.train.Optimizer):
+            raise TypeError(
+                f"`outer_optimizer` must be a tf.compat.v1.train.Optimizer. Received: {type(given).__name__}"
             )
 
     def _check_getter(self, cls: str) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from itertools import chain, islice
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
 
+from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.sync.reporting import report_start, to_counts
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
-from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous
 from hvd_periodic.tensorflow.contrib_opt.python_call import python_call
 from hvd_periodic.tensorflow.contrib_opt.replica import GraphOuterOptimizer
 from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn
@@ -31,7 +32,6 @@ class StepEnd:
         global_step: incremented by one, if there is one.
         counts_rounds: whether at every exchange, as in ``tf.contrib.opt``; otherwise at every local step: a Horovod
             script knows steps, not rounds.
-        before_exchange: returns what else is assigned first at an exchange of some variables.
         start_centers: returns what sets centers, and what belongs to them, to the replicas.
     """
 
@@ -41,18 +41,18 @@ class StepEnd:
         turn: SessionTurn,
         global_step: Any,
         counts_rounds: bool,
-        before_exchange: Callable[[Sequence[Any]], Assigned],
         start_centers: Callable[[], Assigned],
     ) -> None:
         self._synchronizer = synchronizer
         self._turn = turn
         outer = synchronizer.exchanged.outer
-        self._outer = outer if isinstance(outer, GraphOuterOptimizer) and outer.is_in_session else None
+        parts = outer.parts if isinstance(outer, PerFragmentOptimizer) else [outer]
+        self._outer = [part for part in parts if isinstance(part, GraphOuterOptimizer) and part.is_in_session]
+        rates = synchronizer.exchanged.rates
+        self._given: list[Any] = [*self._outer, *([] if rates is None else [rates])]
         self._global_step = global_step
         self._counts_rounds = counts_rounds
-        self._before_exchange = before_exchange
         self._start_centers = start_centers
-        self._references = [variable.ref() for _, variable in synchronizer.replica.named.parameters]
 
     def after(self, waited: Sequence[Any], updated: Any) -> tf.Operation:
         """Return the operation that counts a local step after ``waited``, and whether it ``updated``."""
@@ -95,8 +95,7 @@ class StepEnd:
         ]
 
     def _exchange(self) -> Assigned:
-        with tf.control_dependencies(self._before_exchange(self._references)):
-            assigned = self._call(self._exchange_now)
+        assigned = self._call(self._exchange_now)
         if not self._counts_rounds:
             return assigned
         with tf.control_dependencies(assigned):  # One that fails does not count.
@@ -113,24 +112,23 @@ class StepEnd:
     def _call(self, run: Callable[[], object]) -> Assigned:
         """Return what assigns what Python makes of all variables of an exchange."""
         synchronizer = self._synchronizer
-        given = {} if self._outer is None else self._outer.in_session()
+        given = [list(each.in_session().values()) for each in self._given]
 
         def in_turn(*values: np.ndarray) -> None:
-            if self._outer is not None:
-                self._outer.given = values
+            rest = iter(values)
+            for each, tensors in zip(self._given, given, strict=True):
+                each.given = list(islice(rest, len(tensors)))
             with self._turn.turn() if synchronizer.exchanger.steps_agree else nullcontext():
                 run()
 
-        _, assigned = python_call(in_turn, synchronizer.replica.values, self._stores(), list(given.values()))
+        _, assigned = python_call(in_turn, synchronizer.replica.values, self._stores(), list(chain(*given)))
         return assigned
 
     def _stores(self) -> list[Store[Any]]:
         """Return all variables that an exchange reads or writes."""
-        synchronizer, exchanger = self._synchronizer, self._synchronizer.exchanger
-        stores = synchronizer.stores()
-        if isinstance(exchanger, SessionAsynchronous):
-            stores += [store for store in (exchanger.as_read, exchanger.as_left) if store is not None]
-        state = [] if self._outer is None else self._outer.state_variables()
+        synchronizer, exchanger = self._synchronizer, cast(Any, self._synchronizer.exchanger)
+        stores = [*synchronizer.stores(), *exchanger.kept()]
+        state = [variable for outer in self._outer for variable in outer.state_variables()]
         if state:
             layout = layout_of([(variable.op.name, variable) for variable in state], DEFAULT_BUCKET_BYTES)
             stores.append(ArrayStore(layout, state, synchronizer.replica.values))

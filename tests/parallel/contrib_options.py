@@ -1,0 +1,197 @@
+"""Options of the optimizers of TensorFlow 1 graphs, beside numpy's with the same; see ``contrib_scenarios.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+import hvd_periodic.numpy as hvdn
+from hvd_periodic import BMUF, Compression, DiLoCo, Piecewise, SlowMo
+from hvd_periodic.tensorflow import contrib_opt
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.host import eager
+from tests import oracle
+from tests.parallel.program import Scenarios, attempt
+
+scenario = Scenarios()
+
+SIZES = {"a": 2, "b": 1}
+"""Elements of the variables."""
+RATE, MOMENTUM = 0.125, 0.5
+"""Numbers that a float32 holds."""
+
+Values = list[list[float]]
+
+GRAPHS: dict[str, Callable[..., Any]] = {
+    "easgd": lambda o, g, p, **k: contrib_opt.ElasticAverageOptimizer(o, hvd.size(), g, p, 0.25, 0.0, **k),
+    "easgd_rho": lambda o, g, p, **k: contrib_opt.ElasticAverageOptimizer(o, hvd.size(), g, p, 0.25, 0.5, **k),
+    "average": lambda o, g, p, **k: contrib_opt.ModelAverageOptimizer(o, hvd.size(), hvd.rank() == 0, g, p, **k),
+    "agn": lambda o, g, p, **k: contrib_opt.AGNOptimizer(o, hvd.size(), g, p, **k),
+    "diloco": lambda o, g, p, **k: contrib_opt.PeriodicOptimizer(o, hvd.size(), g, DiLoCo(), p, **k),
+    "slowmo": lambda o, g, p, **k: contrib_opt.PeriodicOptimizer(o, hvd.size(), g, SlowMo, p, **k),
+    "bmuf": lambda o, g, p, **k: contrib_opt.PeriodicOptimizer(o, hvd.size(), g, BMUF(), p, **k),
+}
+ARRAYS: dict[str, Callable[..., Any]] = {
+    "easgd": lambda o, x, p, **k: hvdn.ElasticAverageOptimizer(o, x, p, 0.25, **k),
+    "easgd_rho": lambda o, x, p, **k: hvdn.ElasticAverageOptimizer(o, x, p, 0.25, rho=0.5, **k),
+    "average": lambda o, x, p, **k: hvdn.ModelAverageOptimizer(o, x, p, **k),
+    "agn": lambda o, x, p, **k: hvdn.AGNOptimizer(o, x, p, **k),
+    "diloco": lambda o, x, p, **k: hvdn.PeriodicOptimizer(o, x, DiLoCo(), p, **k),
+    "slowmo": lambda o, x, p, **k: hvdn.PeriodicOptimizer(o, x, SlowMo(), p, **k),
+    "bmuf": lambda o, x, p, **k: hvdn.PeriodicOptimizer(o, x, BMUF(), p, **k),
+}
+GETTERS: dict[str, Callable[[str], Any]] = {
+    "easgd": contrib_opt.ElasticAverageCustomGetter,
+    "average": contrib_opt.ModelAverageCustomGetter,
+    "agn": contrib_opt.AGNCustomGetter,
+}
+
+
+def parts(x: Any) -> list[np.ndarray]:
+    """Return a vector of all elements as the values of the variables."""
+    return np.split(np.asarray(x), np.cumsum(list(SIZES.values()))[:-1])
+
+
+def gradients(values: Any) -> list[np.ndarray]:
+    """Return the oracle's gradients of this rank."""
+    return parts(oracle.gradient(hvd.rank(), np.concatenate(values).tolist()))
+
+
+class Session:
+    """Two variables, which start at other values on each rank, and an optimizer with momentum.
+
+    Args:
+        name: of the algorithm.
+        with_getter: as a script of tf.contrib.opt, or as one of Horovod.
+        period: of the exchanges.
+        options: of the optimizer.
+    """
+
+    def __init__(self, name: str, with_getter: bool, period: Any, **options: Any) -> None:
+        self.graph = tf.Graph()
+        with self.graph.as_default():
+            made = GETTERS.get(name.partition("_")[0], contrib_opt.PeriodicCustomGetter)
+            getter = made("") if with_getter else None
+            start = parts(np.array(oracle.START) + hvd.rank())
+            with tf.variable_scope("", custom_getter=getter):
+                self.x = [
+                    tf.get_variable(key, initializer=value, dtype=tf.float64)
+                    for key, value in zip(SIZES, start, strict=True)
+                ]
+            local = tf.train.MomentumOptimizer(RATE, MOMENTUM)
+            self.optimizer = GRAPHS[name](local, getter, period, **options)
+            self.fed = [tf.placeholder(tf.float64, [size]) for size in SIZES.values()]
+            loss = tf.add_n([tf.reduce_sum(g * x) for g, x in zip(self.fed, self.x, strict=True)])
+            self.global_step = tf.train.get_or_create_global_step()
+            self.train = self.optimizer.minimize(loss, global_step=self.global_step)
+            by_name = {v.op.name: v for v in tf.global_variables()}
+            self.centers = [by_name[f"{contrib_opt.GLOBAL_VARIABLE_NAME}/{key}"] for key in SIZES]
+            initialize = tf.group(tf.global_variables_initializer(), tf.local_variables_initializer())
+            task = [] if isinstance(self.optimizer, contrib_opt.ModelAverageOptimizer) else [hvd.rank()]
+            start = self.optimizer.get_init_op(*task) if with_getter else hvd.broadcast_global_variables(0)
+            self.session = tf.Session()
+            self.session.run(initialize)
+            self.session.run(start)
+
+    def step(self) -> None:
+        """Take a local step."""
+        fed = gradients(self.session.run(self.x))
+        self.session.run(self.train, dict(zip(self.fed, fed, strict=True)))
+
+    def values(self) -> Values:
+        """x and c."""
+        return [np.concatenate(self.session.run(of)).tolist() for of in (self.x, self.centers)]
+
+
+class Arrays:
+    """The same with an optimizer of numpy."""
+
+    def __init__(self, name: str, period: Any, **options: Any) -> None:
+        self.x = dict(zip(SIZES, parts(np.array(oracle.START) + hvd.rank()), strict=True))
+        local = hvdn.SGD(RATE, MOMENTUM)
+        self.optimizer = ARRAYS[name](local, self.x, period, process_set=TensorFlowCommunicator(), **options)
+
+    def step(self) -> None:
+        """Take a local step."""
+        self.optimizer.step(gradients(list(self.x.values())))
+
+    def values(self) -> Values:
+        """x and c."""
+        center = self.optimizer.synchronizer.center_tensors()
+        return [np.concatenate(of).tolist() for of in (list(self.x.values()), center)]
+
+
+def course(training: Session | Arrays) -> list[Values]:
+    """Return x and c after each of the oracle's steps."""
+    seen = []
+    for _ in range(oracle.STEPS):
+        training.step()
+        seen.append(training.values())
+    return seen
+
+
+def beside(
+    name: str, with_getter: bool, period: Any, outer: tuple[float, float] | None = None, **options: Any
+) -> list[list[Values]]:
+    """Return the courses of a session and of arrays; ``outer`` is rate and momentum of what moves the center."""
+    own = {} if outer is None else {"outer_optimizer": tf.train.MomentumOptimizer(*outer)}
+    of_session = course(Session(name, with_getter, period, **own, **options))
+    own = {} if outer is None else {"outer_optimizer": hvdn.SGD(*outer)}
+    with eager():
+        return [of_session, course(Arrays(name, period, **own, **options))]
+
+
+@scenario
+def weights_and_audits() -> Any:
+    """Ranks that count differently, also by a function of the exchange; centers that ranks compare."""
+    own = 1.0 + 2.0 * hvd.rank()
+    asked = iter(range(1, 100))
+    return {
+        "average": beside("average", True, 3, weight=own),
+        "no getter": beside("average", False, 3, weight=own, audit_every=1),
+        "agn": beside("agn", True, 4, op="average", weight=own),
+        "function": beside("average", True, 5, weight=lambda: own + (next(asked) % 2)),
+        "easgd": beside("easgd", True, 2, audit_every=2),
+    }
+
+
+@scenario
+def a_center_that_went_astray() -> Any:
+    """Of the last rank, before the second of three exchanges, after which ranks compare: the errors of three steps."""
+    training, last = Session("easgd", True, 1, audit_every=2), hvd.rank() == hvd.size() - 1
+    with training.graph.as_default():
+        astray = training.centers[1].assign([7.0])
+    errors = []
+    for step in range(2):
+        if step == 1 and last:
+            training.session.run(astray)
+        errors.append(attempt(training.step, tf.errors.OpError))
+    return errors
+
+
+@scenario
+def fragments() -> Any:
+    """Two parts, one after another within a period; also in 8 bits, and of ranks that count differently."""
+    return {
+        "easgd": beside("easgd", True, 4, fragments=2),
+        "easgd_rho": beside("easgd_rho", False, 3, fragments=2),
+        "average": beside("average", False, 5, fragments=2, compression=Compression.int8),
+        "agn": beside("agn", True, 4, fragments=2),
+        "weighed": beside("average", True, Piecewise({0: 2, 4: 5}), fragments=2, weight=1.0 + hvd.rank()),
+    }
+
+
+@scenario
+def other_algorithms() -> Any:
+    """With their own vectors beside the center, an optimizer that moves it, and options."""
+    return {
+        "diloco": beside("diloco", True, 3),
+        "slowmo": beside("slowmo", True, 3, fragments=2),
+        "bmuf": beside("bmuf", False, 2, weight=1.0 + hvd.rank()),
+        "outer": beside("diloco", False, 4, (0.5, 0.25), fragments=2),
+        "agn": beside("agn", True, 4, (0.25, 0.5)),
+    }
