@@ -255,7 +255,8 @@ class PeriodicCallback(Callback):
         # Put this one first: its last exchange sends the trained values, and all other callbacks see the center.
         trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
         # With torch.distributed, Lightning would broadcast a signal at every batch: ranks would wait for each other at
-        # every step, and ranks with more batches forever. Instead, each rank ends on its own signal.
+        # every step, and ranks with more batches forever. Instead, each rank ends on its own signal. No argument turns
+        # it off. Test: test_lightning.py::test_uneven_data.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         for metric in pl_module.modules():
             if getattr(metric, "dist_sync_fn", metric) is None:
