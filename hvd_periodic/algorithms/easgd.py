@@ -80,6 +80,11 @@ class EASGD(Algorithm):
         """Whether the elastic term enters the local gradients."""
         return self.rho > 0
 
+    @property
+    def keeps_center(self) -> bool:
+        """Whether a worker keeps the center as it last read it."""
+        return self.uses_gradients
+
     def rate(self, exchange: Exchange) -> float:
         """Return the moving rate α for one exchange."""
         if self.moving_rate is not None:
@@ -141,7 +146,7 @@ class EASGD(Algorithm):
 
     def init_worker(self, space: VectorSpace[V], x: V) -> State[V]:
         """Return the center as last read, which equals ``x``, if ρ needs it."""
-        return {"local_center": space.copy(x)} if self.uses_gradients else {}
+        return {"local_center": space.copy(x)} if self.keeps_center else {}
 
     def local(self, space: VectorSpace[V], x: V, g: V, worker: State[V]) -> tuple[V, State[V]]:
         """Add the gradient of ρ/2 ‖x − lc‖²."""
@@ -169,12 +174,12 @@ class EASGD(Algorithm):
 
     def _read(self, space: VectorSpace[V], worker: State[V], center: V) -> State[V]:
         """Return the center as read, if ρ needs it."""
-        return {"local_center": space.copy(center, out=worker["local_center"])} if self.uses_gradients else {}
+        return {"local_center": space.copy(center, out=worker["local_center"])} if self.keeps_center else {}
 
 
 @dataclass(frozen=True)
 class ContribEASGD(EASGD):
-    """Elastic averaging with the default rate of ``tf.contrib.opt``; otherwise as :class:`EASGD`.
+    """Elastic averaging with the default rate of ``tf.contrib.opt``, and its local center; else as :class:`EASGD`.
 
     Args:
         moving_rate: α. Default: 0.9/(τ n), with the τ that the schedule planned for the exchange.
@@ -185,6 +190,11 @@ class ContribEASGD(EASGD):
         >>> ContribEASGD().rate(Exchange(size=2, period=2))
         0.225
     """
+
+    @property
+    def keeps_center(self) -> bool:
+        """True: scripts may read it."""
+        return True
 
     def default_rate(self, exchange: Exchange) -> float:
         """Return 0.9/(τ n)."""

@@ -77,7 +77,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         follower, self._share = self.exchanged.hyperparameters, None
         if isinstance(follower, FollowsRate) and not alone:
             follower.maximum = self._maximum
-        if self.exchanger.reads_together:
+        if self.exchanger.reads_together and not in_session():  # There, the root has all of it, or none.
             self._share = new_variable("share", (2,), tf.int64, np.array(self.place))
             self.handshake.checks.append(self._share_problem)
             self.center_reader.share_problem = self._share_problem

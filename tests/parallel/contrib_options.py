@@ -73,6 +73,7 @@ class Session:
 
     def __init__(self, name: str, with_getter: bool, period: Any, **options: Any) -> None:
         self.graph = tf.Graph()
+        self.holds = options.get("center") != "root" or hvd.rank() == 0
         with self.graph.as_default():
             made = GETTERS.get(name.partition("_")[0], contrib_opt.PeriodicCustomGetter)
             getter = made("") if with_getter else None
@@ -103,8 +104,9 @@ class Session:
         self.session.run(self.train, dict(zip(self.fed, fed, strict=True)))
 
     def values(self) -> Values:
-        """x and c."""
-        return [np.concatenate(self.session.run(of)).tolist() for of in (self.x, self.centers)]
+        """x and c, where that is on this rank."""
+        read = (self.x, self.centers if self.holds else [])
+        return [np.concatenate([[], *self.session.run(of)]).tolist() for of in read]
 
 
 class Arrays:
@@ -120,9 +122,9 @@ class Arrays:
         self.optimizer.step(gradients(list(self.x.values())))
 
     def values(self) -> Values:
-        """x and c."""
+        """x and c, where that is on this rank."""
         center = self.optimizer.synchronizer.center_tensors()
-        return [np.concatenate(of).tolist() for of in (list(self.x.values()), center)]
+        return [np.concatenate([[], *of]).tolist() for of in (self.x.values(), center)]
 
 
 def course(training: Session | Arrays) -> list[Values]:
@@ -194,4 +196,18 @@ def other_algorithms() -> Any:
         "bmuf": beside("bmuf", False, 2, weight=1.0 + hvd.rank()),
         "outer": beside("diloco", False, 4, (0.5, 0.25), fragments=2),
         "agn": beside("agn", True, 4, (0.25, 0.5)),
+    }
+
+
+@scenario
+def on_the_root() -> Any:
+    """The center is on one rank, with what moves it."""
+    options = {"center": "root"}
+    return {
+        "easgd": beside("easgd", True, 3, **options),
+        "easgd_rho": beside("easgd_rho", True, 3, fragments=2, **options),
+        "average": beside("average", True, 3, weight=1.0 + hvd.rank(), **options),
+        "agn": beside("agn", True, 4, **options),
+        "outer": beside("diloco", True, 4, (0.5, 0.25), fragments=2, **options),
+        "diloco": beside("diloco", True, 3, **options),
     }

@@ -54,12 +54,19 @@ def test_an_unknown_keyword_is_refused_by_name(name: str) -> None:
         ("ModelAverageOptimizer", {"fragments": 2}, ValueError, "`fragments` must be at most 1.*Received: fragments=2"),
         ("AGNOptimizer", {"asynchronous": True, "fragments": 2}, ValueError, "`fragments` is for synchronous exchange"),
         ("AGNOptimizer", {"asynchronous": True, "audit_every": 2}, ValueError, "there is one center"),
+        ("ModelAverageOptimizer", {"center": "sharded"}, ValueError, "`center='sharded'` is not for sessions"),
+        ("ModelAverageOptimizer", {"center": "here"}, ValueError, "`center` must be one of .*center='here'"),
         ("ModelAverageOptimizer", {"timeout_seconds": "soon"}, TypeError, "`timeout_seconds`.*Received: 'soon'"),
     ],
 )
 def test_refused_options(name: str, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         minimized(name, **options)
+
+
+def test_a_center_on_the_root_needs_a_getter() -> None:
+    with pytest.raises(ValueError, match="`center='root'` needs a AGNCustomGetter"):
+        contrib_opt.AGNOptimizer(tf.train.GradientDescentOptimizer(0.5), 1, None, center="root")
 
 
 def test_how_long_ranks_wait_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

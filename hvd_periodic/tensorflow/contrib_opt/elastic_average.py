@@ -140,11 +140,6 @@ class ElasticAverageOptimizer(InitializedByTask):
             elastic = [(self._elastic(g, variable), variable) for g, variable in pairs]
         return [(g if g is None else tf.where(begun, e, g), v) for (e, v), (g, _) in zip(elastic, pairs, strict=True)]
 
-    def _as_read(self, references: Sequence[Any]) -> list[tf.Variable]:
-        if self._algorithm.uses_gradients:  # Then it is part of the algorithm's state.
-            return []
-        return [self._getter.companions[reference] for reference in references]
-
     def _elastic(self, gradient: Any, variable: Any) -> Any:
         if gradient is None or variable.ref() not in self._getter.companions:
             return gradient

@@ -69,15 +69,14 @@ class Initialization:
                 assigned.append(self._getter.companions[variable.ref()].assign(self._first_companion(value)))
         return assigned
 
-    def operation(self, of_center_optimizer: Sequence[Any]) -> tf.Operation:
-        """Return the operation; it also gives all ranks the root's variables of the optimizer of the center."""
+    def operation(self, of_centers: Sequence[Any]) -> tf.Operation:
+        """Return the operation; it also gives all ranks the root's variables of what belongs to the centers."""
         self.times += 1
         shared = [
             *self._getter.centers.values(),
-            *self._getter.vectors.values(),
             *self._getter.statistics,
             *self._counters.saved,
-            *of_center_optimizer,
+            *of_centers,
             *([] if self._global_step is None else [self._global_step]),
         ]
         times, checks = self.times, self._counters.checks

@@ -79,6 +79,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._algorithm, self._moving, self._schedule, self._averaged = found
         self._opt: Any = request.opt
         self._asynchronous = bool(request.asynchronous)
+        self._everywhere = self._asynchronous or options["center"] == "replicated"
         self._adopts = request.getter is None
         getter = request.getter
         self._getter = request.getter_class("", _COLLECTIONS.GLOBAL_VARIABLES) if getter is None else getter
@@ -218,8 +219,8 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         """Return the operation that gives all ranks the root's centers, and starts the local replicas from them."""
         for hook in self._hooks:
             hook.use()
-        moved = self._center_optimizer
-        return self._initialization.operation([] if moved is None else moved.variables())
+        moved = [] if self._center_optimizer is None else self._center_optimizer.variables()
+        return self._initialization.operation([*self._getter.vectors.values(), *moved] if self._everywhere else [])
 
     def finalize(self) -> None:
         """Wait until all groups of ranks have come to their end; the hook of ``make_session_run_hook`` does it too.
@@ -281,14 +282,10 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         """Return what has to have happened with the gradients before an exchange."""
         return []
 
-    def _as_read(self, references: Sequence[Any]) -> list[tf.Variable]:
-        """Return the variables of the center as an exchange has read it, if they are no state anyway."""
-        return []
-
     def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
         """Return the variables of the algorithm's state by name."""
         keys = ["center"]
-        if self._moving is None:
+        if self._moving is None and (self._everywhere or self._communicator.rank == ROOT):
             keys = list(self._algorithm.init_center(VectorSpace(), np.zeros(1)))
         return {
             f"parameters.{key}": [self._getter.vector(reference.deref(), key) for reference in references]
@@ -324,10 +321,9 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             **of_exchange(self._options),
         )
         exchanger: Any = synchronizer.exchanger
-        centers, as_read = [self._getter.centers[reference] for reference in references], self._as_read(references)
-        read, center = (ArrayStore(replica.parameters.layout, of, replica.values) for of in (as_read, centers))
-        exchanger.keep(read if as_read else None, center)
         if isinstance(exchanger, SessionAsynchronous):
+            centers = [self._getter.centers[reference] for reference in references]
+            exchanger.keep(ArrayStore(replica.parameters.layout, centers, replica.values))
             shared = SharedCenter(synchronizer, centers, [v for _, v in named.averaged])
             self._initialization.shared_centers.append(shared)
         else:

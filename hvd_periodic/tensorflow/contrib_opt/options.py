@@ -15,6 +15,9 @@ class SessionOptions(TypedDict, total=False):
         buffers: ``"average"``: variables of the getter that are not trainable, such as moving averages of batch
             normalization, become their mean over ranks at every exchange; ``"local"``: they are left alone.
         process_set: the Horovod process set that exchanges. Default: all ranks.
+        center: where the centers live: ``"replicated"`` on every rank, or ``"root"``, on rank 0 alone, with the state
+            of what moves them. The center variables of other ranks then keep the values that the session started with:
+            evaluate and save on rank 0.
         compression: encoding of messages: ``hvdp.Compression.none``, ``fp16``, ``bf16``, ``int8`` or ``topk(0.01)``.
         fragments: number of parts of the parameters that are exchanged one after another within every period.
         weight: how much this rank counts in the mean over ranks: a number, or a function that Python calls once per
@@ -28,6 +31,7 @@ class SessionOptions(TypedDict, total=False):
 
     buffers: Annotated[str, "average"]
     process_set: Annotated[Any, None]
+    center: Annotated[str, "replicated"]
     compression: Annotated[Any, Compression.none]
     fragments: Annotated[int, 1]
     weight: Annotated[WeightLike, None]

@@ -105,6 +105,8 @@ class GraphOuterOptimizer(VariableOuterOptimizer):
         if not self.is_in_session or values is None:
             super().step()
             return
+        if not self._center.tensors():
+            return
         variables = [*self._center.tensors(), *self.state_variables()]
         arrays = [values.read(variable).reshape(variable.shape.as_list()) for variable in variables]
         gradients = [values.read(gradient).reshape(gradient.shape.as_list()) for gradient in self._gradient.tensors()]
@@ -176,6 +178,8 @@ class CenterOptimizer:
                 arguments["name"] = f"{GLOBAL_VARIABLE_NAME}/{self.optimizer.get_name()}/{own}"
             return make(**arguments)
 
+        if not centers:  # They are on another rank.
+            return
         with tf.compat.v1.name_scope(None), tf.variable_creator_scope(rename):
             self.optimizer._create_slots(list(centers))
         belongs_to_optimizer(*self.optimizer.variables())

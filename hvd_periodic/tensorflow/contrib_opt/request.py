@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import require_int, spelled
+from hvd_periodic.centers.placement import placement_of
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.warmup import schedule_around
@@ -67,6 +68,7 @@ class Request:
         """
         self._check_optimizer(cls)
         self._check_getter(cls)
+        self._check_center()
         if require_int(self.num_worker, "`num_worker`", minimum=1) != communicator.size:
             raise ValueError(
                 f"`num_worker` must be the number of Horovod ranks that exchange, {communicator.size}: pass "
@@ -95,6 +97,19 @@ class Request:
         if given is not None and not isinstance(given, tf.compat.v1.train.Optimizer):
             raise TypeError(
                 f"`outer_optimizer` must be a tf.compat.v1.train.Optimizer. Received: {type(given).__name__}"
+            )
+
+    def _check_center(self) -> None:
+        place = placement_of(self.options["center"]).name
+        if place == "sharded":
+            raise ValueError(
+                "`center='sharded'` is not for sessions: their checkpoints hold variables of one rank, which would not "
+                "have the whole center. Use 'root' or 'replicated'. Received: center='sharded'"
+            )
+        if place == "root" and self.getter is None:
+            raise ValueError(
+                f"`center='root'` needs a {self.getter_class.__name__}: scripts without one broadcast all global "
+                "variables, and those of what moves the center would be on rank 0 alone. Received: None"
             )
 
     def _check_getter(self, cls: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -14,6 +14,7 @@ import tensorflow as tf
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.sync.reporting import report_start, to_counts
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
+from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous
 from hvd_periodic.tensorflow.contrib_opt.python_call import python_call
 from hvd_periodic.tensorflow.contrib_opt.replica import GraphOuterOptimizer
 from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn
@@ -126,8 +127,10 @@ class StepEnd:
 
     def _stores(self) -> list[Store[Any]]:
         """Return all variables that an exchange reads or writes."""
-        synchronizer, exchanger = self._synchronizer, cast(Any, self._synchronizer.exchanger)
-        stores = [*synchronizer.stores(), *exchanger.kept()]
+        synchronizer, exchanger = self._synchronizer, self._synchronizer.exchanger
+        stores = synchronizer.stores()
+        if isinstance(exchanger, SessionAsynchronous) and exchanger.as_left is not None:
+            stores.append(exchanger.as_left)
         state = [variable for outer in self._outer for variable in outer.state_variables()]
         if state:
             layout = layout_of([(variable.op.name, variable) for variable in state], DEFAULT_BUCKET_BYTES)
