@@ -55,7 +55,7 @@ def backup_ranks(hosts: Sequence[int]) -> list[int]:
     return [chosen[rank] for rank in range(len(hosts))]
 
 
-def mirrored(synchronizer: ReplicaSynchronizer[Any], share: Share) -> ShardBackup:
+def back_up(synchronizer: ReplicaSynchronizer[Any], share: Share) -> ShardBackup:
     """Send a copy of this rank's shard to its backup rank; collective."""
     synchronizer.handshake.meet(Purpose.COMMIT)
     membership = synchronizer.membership
@@ -65,7 +65,7 @@ def mirrored(synchronizer: ReplicaSynchronizer[Any], share: Share) -> ShardBacku
     return ShardBackup(communicator.rank, synchronizer.exchanger.placement.holders, chosen, shares)
 
 
-def recovered(
+def restore_center(
     communicator: Communicator,
     synchronizer: ReplicaSynchronizer[Any],
     mirror: ShardBackup | None,
@@ -90,14 +90,16 @@ def recovered(
         return found
     now = {found[0]: rank for rank, (found, _) in enumerate(told) if found is not None}
     _, holders, chosen = next(found for found, _ in told if found is not None)
-    givers = {holder: now.get(holder, now.get(chosen[holder])) for holder in holders}
-    lost = [holder for holder, giver in givers.items() if giver is None]
+    sources = {holder: now.get(holder, now.get(chosen[holder])) for holder in holders}
+    lost = [holder for holder, source in sources.items() if source is None]
     if lost:
         raise RuntimeError(
             f"Shards of the center were lost together with their backups: the shards of {named(lost)}, with backups on "
             f"{named(chosen[holder] for holder in lost)}. Start the job again from a checkpoint"
         )
-    mine = {} if mirror is None else {h: mirror.shares[h] for h, giver in givers.items() if giver == communicator.rank}
+    mine = {}
+    if mirror is not None:
+        mine = {holder: mirror.shares[holder] for holder, source in sources.items() if source == communicator.rank}
     for holder in mine:
         if mirror is not None and holder != mirror.rank:
             synchronizer.membership.log.warning(

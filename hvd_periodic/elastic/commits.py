@@ -13,7 +13,7 @@ import numpy as np
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.collective_tracker import forget_trackers
-from hvd_periodic.elastic.backups import ShardBackup, mirrored, recovered
+from hvd_periodic.elastic.backups import ShardBackup, back_up, restore_center
 from hvd_periodic.elastic.shards import (
     FullCenter,
     Share,
@@ -52,8 +52,8 @@ class Committable(ABC):
         """
 
     @abstractmethod
-    def take_from(self, giver: int) -> None:
-        """Broadcast the state of the rank ``giver`` to all ranks."""
+    def broadcast_from(self, source: int) -> None:
+        """Broadcast the state of the rank ``source`` to all ranks."""
 
 
 class CommittableOptimizer(Committable):
@@ -88,11 +88,11 @@ class CommittableOptimizer(Committable):
     def completed(self, copied: Any, whole: FullCenter) -> Any:
         """Return a state that :meth:`copied` returned without the center, completed with it."""
 
-    def recovered(self, communicator: Communicator, copied: Any, mirror: ShardBackup | None) -> FullCenter:
+    def restore_center(self, communicator: Communicator, copied: Any, mirror: ShardBackup | None) -> FullCenter:
         """Return the center restored from commits, with its optimizer's state resharded for the current ranks."""
         has_whole = copied is not None and mirror is None
         whole = full_center(self.synchronizer, self.exchanges_in(copied)) if has_whole else None
-        found = recovered(communicator, self.synchronizer, mirror, whole)
+        found = restore_center(communicator, self.synchronizer, mirror, whole)
         return replace(found, optimizer_state=self.resharded(found.optimizer_state))
 
     def own(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class Commits:
         commit = self.held[max(common)]
         states = dict(commit.states)
         for name, mirror in commit.mirrors.items():
-            whole = exchanges[name].recovered(communicator, states[name], mirror)
+            whole = exchanges[name].restore_center(communicator, states[name], mirror)
             states[name] = exchanges[name].completed(states[name], whole)
         self.held[max(common)] = replace(commit, states=states, mirrors={})
 
@@ -275,9 +275,9 @@ class Commits:
         change: Callable[[], None],
     ) -> Objects:
         """Resume from a commit that all ``holders`` have; the first sends it to joining ranks. Return its objects."""
-        giver = min(holders)
+        source = min(holders)
         wholes = {
-            name: kept.recovered(communicator, *(own.parts(name) if own is not None else (None, None)))
+            name: kept.restore_center(communicator, *(own.parts(name) if own is not None else (None, None)))
             for name, kept in self._exchanges().items()
             if kept.divided
         }
@@ -286,8 +286,8 @@ class Commits:
             change()
             own = replace(own, states=self._copies())
         for kept in self._kept().values():
-            kept.take_from(giver)
-        objects = communicator.broadcast_object(objects, "hvd_periodic.objects", giver)
+            kept.broadcast_from(source)
+        objects = communicator.broadcast_object(objects, "hvd_periodic.objects", source)
         if own is not None:
             self._put_back(own, wholes)
         for name, each in self._exchanges().items():
@@ -321,7 +321,7 @@ class Commits:
     def _commit(self, objects: Objects) -> Commit:
         """Return a copy of everything."""
         mirrors = {
-            name: mirrored(each.synchronizer, each.share())
+            name: back_up(each.synchronizer, each.share())
             for name, each in self._exchanges().items()
             if each.has_shares
         }

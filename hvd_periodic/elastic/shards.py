@@ -69,11 +69,11 @@ def merge_group_centers(synchronizer: ReplicaSynchronizer[Any], trained: Collect
     """
     membership = synchronizer.membership
     places = membership.communicator.select(range(membership.communicator.handshake_group.size))
-    giver = next((place for place, rank in enumerate(places) if rank in trained), 0)
+    source = next((place for place, rank in enumerate(places) if rank in trained), 0)
     joined = places[membership.communicator.rank] not in trained
     if joined:
-        synchronizer.startup.start_anew()
-    synchronizer.startup.take_center_from(giver)
+        synchronizer.startup.start_from_replica()
+    synchronizer.startup.broadcast_center_from(source)
     if joined:
         synchronizer.load_state_dict(synchronizer.state_dict())
 

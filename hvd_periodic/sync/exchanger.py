@@ -242,18 +242,18 @@ class Exchanger(ABC, Generic[V]):
 
 @dataclass(frozen=True)
 class TakeoverState:
-    """The state that one rank, the giver, sends to the others.
+    """The state that one rank, the source, sends to the others.
 
     Attributes:
-        send: replaces a value with the giver's.
-        is_giver: whether this rank is the giver.
+        send: replaces a value with the source's.
+        is_source: whether this rank is the source.
         state: the state loaded here, if the center is not on every rank.
-        whole: whether the giver has loaded such a center in full.
-        optimizer_state: state of the giver's center optimizer.
+        whole: whether the source has loaded such a center in full.
+        optimizer_state: state of the source's center optimizer.
     """
 
     send: Callable[[Any], Any]
-    is_giver: bool
+    is_source: bool
     state: dict[str, Any] | None
     whole: bool
     optimizer_state: Any
@@ -279,10 +279,10 @@ def reset_to_center(groups: TensorGroups[V], context: ExchangeContext[V], proble
         return
     if context.local_optimizer is not None:
         context.local_optimizer.reset()
-    tell(membership, problem)
+    log_exclusion(membership, problem)
 
 
-def tell(membership: Membership, problem: str) -> None:
+def log_exclusion(membership: Membership, problem: str) -> None:
     """Log that this rank is excluded."""
     rank = membership.communicator.global_rank
     membership.log.warning("Rank %d is excluded from an exchange and reset to the center: %s", rank, problem)

@@ -15,7 +15,7 @@ _OWN = "fragments."
 """Prefix of the keys that fragments add to a schedule's memory."""
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """The position of training within a period.
 
     Attributes:
@@ -87,7 +87,7 @@ class FragmentSchedule(Schedule):
     @property
     def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
         """The keys of the schedule's memory and of the position in the period."""
-        return (*self.whole.remembers, *(_OWN + name for name in Place._fields))
+        return (*self.whole.remembers, *(_OWN + name for name in Position._fields))
 
     def remember(self, clock: Clock) -> Mapping[str, float]:
         """Return the schedule's memory and the position in the period."""
@@ -100,18 +100,18 @@ class FragmentSchedule(Schedule):
         """As in the schedule."""
         return self.whole.synchronous_until
 
-    def _place(self, clock: Clock) -> Place | None:
+    def _place(self, clock: Clock) -> Position | None:
         """Return the position of training; None before it starts."""
         if _OWN + "due" not in clock.memory:
             return None
-        return Place(*(int(clock.memory[_OWN + name]) for name in Place._fields))
+        return Position(*(int(clock.memory[_OWN + name]) for name in Position._fields))
 
     def _begins(self, clock: Clock) -> bool:
         """Return whether a new period begins now."""
         turn = self.turn(clock)
         return turn is None or turn + 1 == self.fragments
 
-    def _next(self, clock: Clock) -> Place:
+    def _next(self, clock: Clock) -> Position:
         """Return the position of the next planned exchange."""
         place = self._place(clock)
         if place is not None and not self._begins(clock):
@@ -124,7 +124,7 @@ class FragmentSchedule(Schedule):
                 f"`fragments` must be at most the local steps of a period, one for each. Received: "
                 f"fragments={self.fragments}, and a period of {period} at step {clock.step}"
             )
-        return Place(0, begin + self._after(1, period), period, 0 if place is None else place.periods + 1)
+        return Position(0, begin + self._after(1, period), period, 0 if place is None else place.periods + 1)
 
     def _after(self, fragments: int, period: int) -> int:
         return -(-fragments * period // self.fragments)
@@ -175,15 +175,15 @@ class DueFragments:
         turns: the parameters' fragments; none if no rank has stepped since the last exchange.
         completes: whether a period ends, so that statistics and the state of local optimizers are exchanged too.
         periods: number of periods that had ended before.
-        noted: for every fragment, the :class:`SinceLastSync` after this exchange; empty if all are zero.
+        since: for every fragment, the :class:`SinceLastSync` after this exchange; empty if all are zero.
     """
 
     turns: list[FragmentExchange]
     completes: bool
     periods: int
-    noted: list[list[int]]
+    since: list[list[int]]
 
-    def weighing(self, weight: Any) -> DueFragments:
+    def with_weight(self, weight: Any) -> DueFragments:
         """Return a copy in which this rank has the given weight in means; None: the weight stays."""
         turns = [FragmentExchange(turn.fragment, replace(turn.exchange, weight=weight)) for turn in self.turns]
         return self if weight is None else replace(self, turns=turns)
@@ -201,10 +201,10 @@ class FragmentPlan:
         >>> turns = FragmentPlan([Fragment(0, ()), Fragment(1, ())], FragmentSchedule(Every(9), 2))
         >>> memory = turns.schedule.remember(Clock())
         >>> due = turns.due(3, Clock(step=5, round=1, memory=memory), [], SinceLastSync(5, 5, 4), training=True)
-        >>> [(turn.fragment.index, turn.exchange.gradients) for turn in due.turns], due.completes, due.noted
+        >>> [(turn.fragment.index, turn.exchange.gradients) for turn in due.turns], due.completes, due.since
         ([(0, 4)], False, [[0, 0, 0], [5, 5, 4]])
-        >>> due = turns.due(3, Clock(step=8, round=2, memory=memory), due.noted, SinceLastSync(4, 3, 3), training=False)
-        >>> [(turn.fragment.index, turn.exchange.gradients) for turn in due.turns], due.completes, due.noted
+        >>> due = turns.due(3, Clock(step=8, round=2, memory=memory), due.since, SinceLastSync(4, 3, 3), training=False)
+        >>> [(turn.fragment.index, turn.exchange.gradients) for turn in due.turns], due.completes, due.since
         ([(0, 3), (1, 7)], True, [])
     """
 
@@ -212,29 +212,29 @@ class FragmentPlan:
         self.fragments, self.schedule = fragments, schedule
 
     def due(
-        self, size: int, clock: Clock, noted: Sequence[Sequence[int]], passed: SinceLastSync, training: bool
+        self, size: int, clock: Clock, since: Sequence[Sequence[int]], passed: SinceLastSync, training: bool
     ) -> DueFragments:
         """Return the fragments to exchange.
 
         Args:
             size: number of workers.
             clock: the clock on which ranks have agreed.
-            noted: for every fragment, the :class:`SinceLastSync` after the last exchange, as in ``DueFragments.noted``.
+            since: for every fragment, the :class:`SinceLastSync` after the last exchange, as in ``DueFragments.since``.
             passed: steps and gradients since that exchange.
             training: whether some rank continues training afterwards.
         """
-        before = noted or [SinceLastSync()] * len(self.fragments)
-        since = [SinceLastSync(*map(sum, zip(entry, passed, strict=True))) for entry in before]
+        before = since or [SinceLastSync()] * len(self.fragments)
+        now = [SinceLastSync(*map(sum, zip(entry, passed, strict=True))) for entry in before]
         turn: int | None = 0
         periods = clock.round - 1
         if isinstance(self.schedule, FragmentSchedule):
             turn, periods = self.schedule.turn(clock), self.schedule.periods(clock)
         turn = turn if training else None
-        chosen = [i for i, entry in enumerate(since) if entry.pending] if turn is None else [turn]
-        left = [list(SinceLastSync() if i in chosen else entry) for i, entry in enumerate(since)]
+        chosen = [i for i, entry in enumerate(now) if entry.pending] if turn is None else [turn]
+        left = [list(SinceLastSync() if i in chosen else entry) for i, entry in enumerate(now)]
         return DueFragments(
             [
-                FragmentExchange(self.fragments[i], Exchange(size, since[i].planned, max(since[i].gradients, 1)))
+                FragmentExchange(self.fragments[i], Exchange(size, now[i].planned, max(now[i].gradients, 1)))
                 for i in chosen
             ],
             turn in (None, len(self.fragments) - 1),

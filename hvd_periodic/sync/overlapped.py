@@ -70,7 +70,7 @@ class Overlapped(Synchronous[V]):
                 "While messages travel, Open MPI spins on the cores that train: start the job with mpirun --mca "
                 "mpi_yield_when_idle 1, or export OMPI_MCA_mpi_yield_when_idle=1"
             )
-        self._under_way: list[InFlightExchange[V]] = []
+        self._in_flight: list[InFlightExchange[V]] = []
         self._begun = 0
         self._counted_before: Counters | None = None
 
@@ -95,17 +95,17 @@ class Overlapped(Synchronous[V]):
         Raises:
             RuntimeError: an exchange has failed, so that the center is in no readable state.
         """
-        if not self._under_way:
+        if not self._in_flight:
             return
         context, started = self.context, time.perf_counter()
         if context.handshake.fatal_error is not None:
             raise RuntimeError(context.handshake.fatal_error)
-        if not any(part.pending for part in self._under_way):
+        if not any(part.pending for part in self._in_flight):
             return
         try:
             profiled = context.exchanged.replica.range("hvd_periodic.arrive")
             with context.handshake.remember_failure(self._begun), profiled:
-                for part in self._under_way:
+                for part in self._in_flight:
                     part.wait_and_update_center()
                 self._constrain()
         except Exception:
@@ -131,14 +131,14 @@ class Overlapped(Synchronous[V]):
 
     def _land(self) -> None:
         self.wait_and_update_centers()
-        if not self._under_way:
+        if not self._in_flight:
             return
         context, started = self.context, time.perf_counter()
         with context.handshake.remember_failure(self._begun):
             misfit = context.exchanged.replica.misfit()
             if misfit is not None:
                 raise RuntimeError(misfit)
-            for part in self._under_way:
+            for part in self._in_flight:
                 part.apply_to_replica(context.progress.local_steps > self._begun)
             self._constrain()
         self._forget()
@@ -152,7 +152,7 @@ class Overlapped(Synchronous[V]):
         self._forget()
 
     def _forget(self) -> None:
-        self._under_way, self.context.progress.landing = [], None
+        self._in_flight, self.context.progress.landing = [], None
 
     def restart(self) -> None:
         """Set the centers to the values of this rank, after discarding the exchange in flight."""
@@ -173,12 +173,12 @@ class Overlapped(Synchronous[V]):
         """Return the exchange that is not yet applied, for a checkpoint."""
         self.wait_and_update_centers()
         snapshot = self.tensor_groups.parameters.snapshot
-        if not self._under_way or snapshot is None:
+        if not self._in_flight or snapshot is None:
             return None
         return {
             "begun": self._begun,
             "due": self.context.progress.landing,
-            "fragments": [(part.fragment.index, asdict(part.exchange)) for part in self._under_way],
+            "fragments": [(part.fragment.index, asdict(part.exchange)) for part in self._in_flight],
             "snapshot": self.context.exchanged.replica.save(snapshot),
         }
 
@@ -196,7 +196,7 @@ class Overlapped(Synchronous[V]):
         if saved is not None and group.snapshot is not None:
             self._begun, self.context.progress.landing = saved["begun"], saved["due"]
             self.context.exchanged.replica.load(group.snapshot, saved["snapshot"])
-            self._under_way = [
+            self._in_flight = [
                 InFlightExchange(
                     group, membership.communicator, Exchange(**exchange), membership.name, self.turns.fragments[i]
                 )
@@ -205,7 +205,7 @@ class Overlapped(Synchronous[V]):
 
     def _constrain(self) -> None:
         """Apply constraints once nothing is in flight, since messages in flight refer to the center as it is."""
-        if not any(part.pending for part in self._under_way):
+        if not any(part.pending for part in self._in_flight):
             super()._constrain()
 
     def _send(self, turn: FragmentExchange, step: int, training: bool) -> int:
@@ -223,7 +223,7 @@ class Overlapped(Synchronous[V]):
             part = InFlightExchange(
                 self.tensor_groups.parameters, communicator, turn.exchange, name, turn.fragment
             ).begin()
-        self._under_way.append(part)
+        self._in_flight.append(part)
         self._begun, self.context.progress.landing = step, None if overlap is None else step + overlap
         return part.sent
 

@@ -73,7 +73,7 @@ def merge_clocks(clock: Clock, of_all: Sequence[Clock]) -> Clock:
     )
 
 
-def ask(schedule: Schedule, clock: Clock, predicted: int | None = None) -> Plan:
+def query(schedule: Schedule, clock: Clock, predicted: int | None = None) -> Plan:
     """Query a schedule, unless its answer was predicted.
 
     Raises:
@@ -186,12 +186,12 @@ class Planner:
         """Return the plan of the first exchange, from the learning rate at the start of training."""
         clock = Clock(learning_rate=leading(records).learning_rate)
         if all(record.foreseen for record in records):
-            return ask(self.schedule, clock)
+            return query(self.schedule, clock)
         return self._same_on_all(clock)
 
     def first_async(self, learning_rate: float | None) -> Plan:
         """Return the plan of the first exchange of an asynchronous rank."""
-        return ask(self.schedule, Clock(learning_rate=learning_rate))
+        return query(self.schedule, Clock(learning_rate=learning_rate))
 
     def next_plan(self, handshake: GlobalStatus) -> Plan:
         """Return the plan of the exchange after this one, the same on all ranks.
@@ -207,7 +207,7 @@ class Planner:
             if handshake.training and handshake.predicted is None:
                 return self._same_on_all(clock)
             if handshake.training or handshake.pending:
-                return ask(self.schedule, clock, handshake.predicted)
+                return query(self.schedule, clock, handshake.predicted)
         except RuntimeError as error:
             if handshake.training:
                 raise
@@ -216,7 +216,7 @@ class Planner:
 
     def next_async(self, own: LocalStatus) -> Plan:
         """Return the plan of the next exchange of an asynchronous rank."""
-        return ask(self.schedule, own.clock)
+        return query(self.schedule, own.clock)
 
     def _same_on_all(self, clock: Clock) -> Plan:
         """Query the schedule; check that all ranks that train together get the same answer.
@@ -229,7 +229,7 @@ class Planner:
             clock = merge_clocks(clock, together.allgather_object(clock, "clock"))
         plan, failure = Plan(0, {}), None
         try:
-            plan = ask(self.schedule, clock)
+            plan = query(self.schedule, clock)
         except RuntimeError as error:
             failure = error
         answers = together.allgather_object(plan.next_exchange, "plan")

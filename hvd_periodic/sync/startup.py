@@ -31,7 +31,7 @@ class CallPoint(Enum):
 class Start(Enum):
     """The values or states from which training starts."""
 
-    ANEW = "the parameters of the root"
+    FROM_PARAMETERS = "the parameters of the root"
     AS_CONSTRUCTED = "the parameters that the root had at construction"
     AS_LOADED = "what every rank has loaded"
     FROM_ROOT = "what the root has loaded"
@@ -91,7 +91,7 @@ def decide(statuses: Mapping[int, LoadStatus], root: int, averaging: bool = Fals
     loaded = {rank: status for rank, status in statuses.items() if status.loaded}
     if not loaded:
         known = any(status.call_point is CallPoint.BEFORE_UPDATE for status in statuses.values())
-        return Start.ANEW if known else Start.AS_CONSTRUCTED
+        return Start.FROM_PARAMETERS if known else Start.AS_CONSTRUCTED
     if len(loaded) < len(statuses):
         if averaging:
             raise RuntimeError(
@@ -129,10 +129,11 @@ def parameters_replaced(
 
     Example:
         >>> old, other = (LoadStatus(False, 0, (0, 10), "", "", digest) for digest in ("a", "b"))
-        >>> [parameters_replaced(Start.ANEW, {0: old, 1: other}, rank, root=0, averaging=False) for rank in (0, 1)]
+        >>> statuses = {0: old, 1: other}
+        >>> [parameters_replaced(Start.FROM_PARAMETERS, statuses, rank, root=0, averaging=False) for rank in (0, 1)]
         [False, True]
     """
-    if start not in (Start.ANEW, Start.FROM_ROOT):
+    if start not in (Start.FROM_PARAMETERS, Start.FROM_ROOT):
         return False
     if averaging:
         return len({status.replica for status in statuses.values()}) > 1
@@ -226,8 +227,8 @@ class Startup(Generic[V]):
         everyone = membership.communicator.handshake_group
         root = everyone.global_ranks[membership.root_among_all]
         start = decide(statuses, root, averaging, asynchronous=not exchanger.steps_agree)
-        if start is Start.ANEW:
-            self._begin_anew(different=len({status.replica for status in statuses.values()}) > 1)
+        if start is Start.FROM_PARAMETERS:
+            self._start_from_parameters(different=len({status.replica for status in statuses.values()}) > 1)
         elif start is Start.AS_CONSTRUCTED:  # A copy made before training holds the statistics of its own rank.
             exchanger.tensor_groups.give_statistics()
         elif start is Start.FROM_ROOT:
@@ -239,15 +240,15 @@ class Startup(Generic[V]):
         context.progress.begin()
         self.begun = True
         self._tell()
-        giver = root if start is Start.FROM_ROOT else membership.global_root
-        return parameters_replaced(start, statuses, membership.global_rank, giver, averaging)
+        source = root if start is Start.FROM_ROOT else membership.global_root
+        return parameters_replaced(start, statuses, membership.global_rank, source, averaging)
 
     def broadcast(self) -> None:
         """Give all ranks the state of the root."""
-        self.take_from(self._context.membership.root_among_all)
+        self.broadcast_from(self._context.membership.root_among_all)
 
-    def take_from(self, giver: int) -> None:
-        """Give all ranks the state of the rank ``giver``."""
+    def broadcast_from(self, source: int) -> None:
+        """Give all ranks the state of the rank ``source``."""
         context, membership = self._context, self._context.membership
         context.handshake.check_same_call(Purpose.BROADCAST, context.exchanged.replica.changes())
         together = membership.all_ranks
@@ -257,7 +258,7 @@ class Startup(Generic[V]):
                 "Ranks that average their gradients need local optimizers in the same state, which broadcast() does "
                 f"not send: load the state on every rank. Received: states of steps {sorted(steps)}"
             )
-        self._take_over(membership.communicator.handshake_group, giver, membership.name)
+        self._take_over(membership.communicator.handshake_group, source, membership.name)
         if together.group is not None:
             self._take_over(together.group, together.group_root, together.group_name)
         self._checkpoint.forget()
@@ -290,24 +291,24 @@ class Startup(Generic[V]):
             group.error_feedback.reset()
         self._forget_work()
 
-    def start_anew(self) -> None:
+    def start_from_replica(self) -> None:
         """Set the center to this rank's replica, and keep the counters, which are those of other ranks."""
         self._exchanger.discard()
         self._exchanger.restart()
         self._forget_work()
 
-    def take_center_from(self, giver: int) -> None:
+    def broadcast_center_from(self, source: int) -> None:
         """Broadcast a replicated center from one of the ranks that exchange; replicas stay as they are."""
         exchanger, membership = self._exchanger, self._context.membership
         communicator, name = membership.communicator, f"{membership.name}.center"
         optimizer_state = communicator.broadcast_object(
-            exchanger.optimizer_state_to_give(None), f"{name}.optimizer", giver
+            exchanger.optimizer_state_to_give(None), f"{name}.optimizer", source
         )
-        send = broadcaster(communicator, name, giver)
+        send = broadcaster(communicator, name, source)
         for group in exchanger.tensor_groups:
             for store in group.center_state.values():
                 exchanger.tensor_groups.send_store(store, send)
-        if communicator.rank != giver:
+        if communicator.rank != source:
             self._context.exchanged.center_optimizer.load(optimizer_state)
 
     def _forget_work(self) -> None:
@@ -331,7 +332,7 @@ class Startup(Generic[V]):
         progress.counters = replace(progress.counters, next_exchange=plan.next_exchange)
         progress.notes = replace(progress.notes, memory=plan.memory)
 
-    def _begin_anew(self, different: bool) -> None:
+    def _start_from_parameters(self, different: bool) -> None:
         """Start from the root's parameters; broadcast them if they differ, as a load since construction may cause."""
         if different:
             if self._context.membership.is_root:

@@ -143,7 +143,7 @@ class Synchronous(Exchanger[V]):
                 sent = _BYTES_OF_RECORD + self._exchange_tensors(agreed, due, own)
 
             next_exchange = agreed.step + plan.next_exchange - agreed.clock.step
-            notes = replace(ScheduleState() if due.completes else own.notes, memory=plan.memory, since=due.noted)
+            notes = replace(ScheduleState() if due.completes else own.notes, memory=plan.memory, since=due.since)
             exchanged, excluded = bool(due.turns), own.excluded is not None
             progress.advance(agreed.step, next_exchange, notes, started, exchanged, excluded, sent)
             context.handshake.notify_followers()
@@ -181,7 +181,7 @@ class Synchronous(Exchanger[V]):
         due = self.turns.due(communicator.size, agreed.clock, own.notes.since, passed, agreed.training)
         if agreed.weights is None:
             return due
-        return due.weighing(agreed.weights[communicator.rank]) if any(agreed.weights) else replace(due, turns=[])
+        return due.with_weight(agreed.weights[communicator.rank]) if any(agreed.weights) else replace(due, turns=[])
 
     def _follow(self, settings: Any) -> None:
         """Set the hyper-parameters of the center's optimizer to the agreed ones; None: its own."""
@@ -303,15 +303,15 @@ class Synchronous(Exchanger[V]):
                     self.tensor_groups.send_store(store, takeover.send)
             elif takeover.whole:
                 self._share_out(group, takeover)
-        if not takeover.is_giver and (self.placement.everywhere or takeover.whole):
+        if not takeover.is_source and (self.placement.everywhere or takeover.whole):
             self._load_optimizer_state(takeover.optimizer_state)
 
     def _share_out(self, group: TensorGroup[V], takeover: TakeoverState) -> None:
         """Give all ranks their shards of the center that one rank has loaded."""
         layout, replica = group.values.layout, self.context.exchanged.replica
-        held = replica.new_temporary_store(layout) if takeover.is_giver else group.values
+        held = replica.new_temporary_store(layout) if takeover.is_source else group.values
         for key in group.center_state:
-            if takeover.is_giver and takeover.state is not None:
+            if takeover.is_source and takeover.state is not None:
                 replica.load(held, takeover.state["vectors"][group.name][key])
             for bucket in layout.buckets:
                 group.set_shard(key, bucket, takeover.send(held.read(bucket, out=replica.scratch(bucket, 0))))

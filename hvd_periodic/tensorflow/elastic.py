@@ -169,11 +169,11 @@ class _KeptVariables(Committable):
     def begin(self, loaded: bool) -> None:
         """Take over the first rank's values, unless every rank may have loaded its own."""
         if not (loaded and self._model):
-            self.take_from(0)
+            self.broadcast_from(0)
 
-    def take_from(self, giver: int) -> None:
+    def broadcast_from(self, source: int) -> None:
         """Take over one rank's values."""
-        self.restore(_of_rank(self.copied(), giver))
+        self.restore(_of_rank(self.copied(), source))
 
 
 class _KeptState(Committable):
@@ -192,11 +192,11 @@ class _KeptState(Committable):
 
     def begin(self, loaded: bool) -> None:
         """Take over the first rank's state."""
-        self.take_from(0)
+        self.broadcast_from(0)
 
-    def take_from(self, giver: int) -> None:
+    def broadcast_from(self, source: int) -> None:
         """Take over one rank's state."""
-        self.value.load_state_dict(_of_rank(self.value.state_dict(), giver))
+        self.value.load_state_dict(_of_rank(self.value.state_dict(), source))
 
 
 class _KeptSynchronizer(CommittableOptimizer):
@@ -250,15 +250,15 @@ class _KeptSynchronizer(CommittableOptimizer):
     def begin(self, loaded: bool) -> None:
         """Start training; if a state was loaded, first take over the first rank's learning rates."""
         if loaded:
-            self._rates.take_from(0)
+            self._rates.broadcast_from(0)
         self.synchronizer.start()
 
-    def take_from(self, giver: int) -> None:
+    def broadcast_from(self, source: int) -> None:
         """Take over the replica, center, counters and local optimizer of one rank."""
-        self._rates.take_from(giver)
-        self._local.take_from(giver)
+        self._rates.broadcast_from(source)
+        self._local.broadcast_from(source)
         self.synchronizer.check_agreement()
-        self.synchronizer.take_from(giver)
+        self.synchronizer.broadcast_from(source)
 
     def rejoin(self, name: str) -> None:
         """Switch to the current ranks with the same variables, except for those of a center shard."""

@@ -143,9 +143,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         if loaded is not None:
             self.load_state_dict({**loaded, "center_optimizer": resharded(loaded["center_optimizer"], self)})
 
-    def take_from(self, giver: int) -> None:
+    def broadcast_from(self, source: int) -> None:
         """Take over all that one rank has, see :meth:`broadcast`, which takes it from the root; then :meth:`begin`."""
-        self.startup.take_from(giver)
+        self.startup.broadcast_from(source)
         self.startup.begun = False
 
     def begin(self, call_point: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:

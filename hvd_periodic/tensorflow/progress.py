@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvd_periodic.schedules import Clock, Schedule
 from hvd_periodic.sync.fragment_plan import FragmentSchedule, SinceLastSync
-from hvd_periodic.sync.planner import ask
+from hvd_periodic.sync.planner import query
 from hvd_periodic.sync.progress import ProgressTracker
 from hvd_periodic.sync.status import Counters, ScheduleState
 from hvd_periodic.tensorflow.host import in_session
@@ -173,7 +173,7 @@ class VariableProgress(ProgressTracker):
     def _first_exchange(self, schedule: Schedule) -> int:
         """Return the step of the first exchange; TensorFlow 1 sessions do not determine it again at the start."""
         if in_session():
-            plan = ask(schedule, Clock(learning_rate=self.current_rate()))
+            plan = query(schedule, Clock(learning_rate=self.current_rate()))
             self._first_memory = plan.memory
             return plan.next_exchange
         return super()._first_exchange(schedule)

@@ -136,16 +136,16 @@ class _KeptState(Committable):
     def begin(self, loaded: bool) -> None:
         """Take over the first rank's state, except into models if states were loaded: each rank may have its own."""
         if not (loaded and isinstance(self.value, torch.nn.Module)):
-            self.take_from(0)
+            self.broadcast_from(0)
 
-    def take_from(self, giver: int) -> None:
+    def broadcast_from(self, source: int) -> None:
         """Take over one rank's state."""
         if isinstance(self.value, torch.nn.Module):
-            hvd.broadcast_parameters(self.value.state_dict(), root_rank=giver)
+            hvd.broadcast_parameters(self.value.state_dict(), root_rank=source)
         elif isinstance(self.value, torch.optim.Optimizer):
-            hvd.broadcast_optimizer_state(self.value, root_rank=giver)
+            hvd.broadcast_optimizer_state(self.value, root_rank=source)
         else:
-            self.value.load_state_dict(_of_rank(self.value.state_dict(), giver))
+            self.value.load_state_dict(_of_rank(self.value.state_dict(), source))
 
 
 class _KeptOptimizer(_KeptState, CommittableOptimizer):
@@ -199,13 +199,13 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
             self._take_hyperparameters(0)
         self.synchronizer.start()
 
-    def take_from(self, giver: int) -> None:
+    def broadcast_from(self, source: int) -> None:
         """Take over one rank's local hyper-parameters, then its replica, center and counters."""
-        self._take_hyperparameters(giver)
+        self._take_hyperparameters(source)
         self.synchronizer.check_agreement()
-        self.synchronizer.take_from(giver)
+        self.synchronizer.broadcast_from(source)
 
-    def _take_hyperparameters(self, giver: int) -> None:
+    def _take_hyperparameters(self, source: int) -> None:
         """Take over the hyper-parameters of one rank's local optimizer, and of the one that its center's follows.
 
         State that an optimizer keeps in its parameter groups is not among them: it belongs to the optimizer's state.
@@ -213,7 +213,7 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
         followed = self.synchronizer.followed
         optimizers = [innermost(self.value), *(() if followed is None else (followed,))]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        given = _of_rank([settings for optimizer in optimizers for settings in settings_of(optimizer)], giver)
+        given = _of_rank([settings for optimizer in optimizers for settings in settings_of(optimizer)], source)
         for group, settings in zip(groups, given, strict=True):
             group.update(settings)
 

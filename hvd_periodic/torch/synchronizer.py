@@ -201,9 +201,9 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             self.load_state_dict({**loaded, "center_optimizer": resharded(loaded["center_optimizer"], self)})
 
     @neutrally
-    def take_from(self, giver: int) -> None:
+    def broadcast_from(self, source: int) -> None:
         """Give all ranks the state of one rank; :meth:`broadcast` gives them the root's."""
-        self.startup.take_from(giver)
+        self.startup.broadcast_from(source)
 
     prepare_gradients = eagerly(ReplicaSynchronizer.prepare_gradients)
     step = eagerly(ReplicaSynchronizer.step)

@@ -14,7 +14,7 @@ import pytest
 from hvd_periodic import Clock, Communicator, Schedule
 from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from hvd_periodic.schedules import as_schedule, next_exchange
-from hvd_periodic.sync.planner import ask, forecast
+from hvd_periodic.sync.planner import forecast, query
 from tests.conformance.discovery import schedules
 from tests.helpers import run_ranks
 
@@ -48,11 +48,11 @@ def test_it_returns_a_positive_int(schedule: Any) -> None:
 
 def test_it_is_a_pure_function_of_the_clock(schedule: Any) -> None:
     """Asked in any order, any number of times, by any of equal schedules: the same answer, or ranks drift apart."""
-    expected = [ask(schedule, clock) for clock in CLOCKS]
+    expected = [query(schedule, clock) for clock in CLOCKS]
     before, pairs = copy.deepcopy(CLOCKS), list(zip(CLOCKS, expected, strict=True))
     for clock, plan in [*reversed(pairs), *pairs]:
-        assert ask(schedule, clock) == plan
-        assert ask(type(schedule)(), clock) == plan
+        assert query(schedule, clock) == plan
+        assert query(type(schedule)(), clock) == plan
     assert before == CLOCKS, "a schedule has changed what it is asked with"
 
 

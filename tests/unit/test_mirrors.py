@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvd_periodic import Communicator, DiLoCo
-from hvd_periodic.elastic.backups import ShardBackup, backup_ranks, mirrored, recovered
+from hvd_periodic.elastic.backups import ShardBackup, back_up, backup_ranks, restore_center
 from hvd_periodic.elastic.shards import FullCenter, full_center, own_share
 from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, PeriodicOptimizer
 from tests.helpers import errors, read_center, run_ranks
@@ -37,7 +37,7 @@ def train(name: str, size: int, center: str) -> list[tuple[ShardBackup, dict[str
         optimizer, values = make(name, communicator, center)
         for step in range(5):
             optimizer.step([np.full_like(value, communicator.rank + step % 3) for value in values])
-        mirror = mirrored(optimizer.synchronizer, own_share(optimizer.synchronizer))
+        mirror = back_up(optimizer.synchronizer, own_share(optimizer.synchronizer))
         return mirror, optimizer.synchronizer.state_dict(), read_center(optimizer, values)
 
     return run_ranks(size, work)
@@ -48,7 +48,7 @@ def recover(name: str, center: str, mirrors: Sequence[ShardBackup | None]) -> li
 
     def work(communicator: Communicator) -> FullCenter:
         optimizer, _ = make(name, communicator, center)
-        return recovered(communicator, optimizer.synchronizer, mirrors[communicator.rank], None)
+        return restore_center(communicator, optimizer.synchronizer, mirrors[communicator.rank], None)
 
     return run_ranks(len(mirrors), work)
 
@@ -96,7 +96,7 @@ def test_a_share_that_was_lost_with_its_copy() -> None:
 
     def work(communicator: Communicator) -> None:
         optimizer, _ = make("elastic", communicator, "sharded")
-        recovered(communicator, optimizer.synchronizer, [kept[0], None, kept[2]][communicator.rank], None)
+        restore_center(communicator, optimizer.synchronizer, [kept[0], None, kept[2]][communicator.rank], None)
 
     for kind, text in errors(3, work):
         assert kind is RuntimeError
@@ -137,7 +137,7 @@ def test_some_have_all_of_it() -> None:
         whole = full_center(optimizer.synchronizer, state)
         mirrors, wholes = [mirror, None, None], [None, whole, None]
         rank = communicator.rank
-        return recovered(communicator, optimizer.synchronizer, mirrors[rank], wholes[rank])
+        return restore_center(communicator, optimizer.synchronizer, mirrors[rank], wholes[rank])
 
     for whole in run_ranks(3, work):
         for key, tensors in whole.vectors["parameters"].items():
@@ -159,7 +159,7 @@ def test_some_commit_and_others_exchange() -> None:
         optimizer, values = make("elastic", communicator, "sharded")
         optimizer.step([np.ones_like(value) for value in values])
         if communicator.rank == 1:
-            mirrored(optimizer.synchronizer, own_share(optimizer.synchronizer))
+            back_up(optimizer.synchronizer, own_share(optimizer.synchronizer))
         optimizer.step([np.ones_like(value) for value in values])
 
     for kind, text in errors(2, work):

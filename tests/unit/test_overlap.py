@@ -138,7 +138,7 @@ def test_replicas_are_not_kept_while_messages_travel() -> None:
     optimizer = PeriodicOptimizer(SGD(0.1), {"x": np.ones(3)}, AGN(), 2, overlap=3)
     for _ in range(2):
         optimizer.step([np.ones(3)])
-    (part,) = optimizer.synchronizer.exchanger._under_way  # type: ignore[attr-defined]
+    (part,) = optimizer.synchronizer.exchanger._in_flight  # type: ignore[attr-defined]
     assert part.pending
     for pending in part.pending:
         assert all((block.x, block.published, block.worker) == (None, None, {}) for block in pending.blocks)

@@ -24,7 +24,7 @@ from hvd_periodic import (
 )
 from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from hvd_periodic.schedules import as_schedule, next_exchange
-from hvd_periodic.sync.planner import ask, forecast
+from hvd_periodic.sync.planner import forecast, query
 from tests.helpers import readable
 
 
@@ -115,7 +115,7 @@ def test_adacomm_follows_the_loss_and_the_rate() -> None:
         (0.0025, 0.1),  # 1 is not below 1, and has no half
     ]
     for rounds, (loss, rate) in enumerate(reported):
-        plan = ask(schedule, Clock(round=rounds, learning_rate=rate, loss=loss, memory=memory))
+        plan = query(schedule, Clock(round=rounds, learning_rate=rate, loss=loss, memory=memory))
         memory = dict(plan.memory)
         periods.append(plan.next_exchange)
     assert periods == [16, 16, 8, 8, 4, 4, 2, 2, 1, 1, 1]
@@ -155,7 +155,7 @@ def test_adacomm_exchanges_less_where_the_rate_is_low() -> None:
 )
 def test_clocks_that_a_schedule_cannot_go_by(schedule: Schedule, clock: Clock, message: str) -> None:
     with pytest.raises(RuntimeError, match=rf"The schedule failed: ValueError: {type(schedule).__name__}\(.*{message}"):
-        ask(schedule, clock)
+        query(schedule, clock)
 
 
 def test_a_call_of_sync_starts_the_period_anew() -> None:

@@ -48,10 +48,10 @@ def test_cross_purposes(first: Record, second: Record, message: str | None) -> N
 
 
 def test_what_training_starts_from() -> None:
-    assert decide({0: NEW, 1: NEW}, 0) is Start.ANEW
+    assert decide({0: NEW, 1: NEW}, 0) is Start.FROM_PARAMETERS
     moved = replace(NEW, call_point=CallPoint.AFTER_UPDATE)
     assert decide({0: moved, 1: replace(NEW, call_point=CallPoint.END)}, 0) is Start.AS_CONSTRUCTED
-    assert decide({0: moved, 1: NEW}, 0) is Start.ANEW
+    assert decide({0: moved, 1: NEW}, 0) is Start.FROM_PARAMETERS
     assert decide({0: OLD, 1: OLD}, 0) is Start.AS_LOADED
     assert decide({0: OLD, 1: NEW}, 0) is Start.FROM_ROOT
     assert decide({0: NEW, 2: OLD}, 2) is Start.FROM_ROOT

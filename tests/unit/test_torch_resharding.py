@@ -14,7 +14,7 @@ pytest.importorskip("horovod.torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic import Communicator  # noqa: E402
-from hvd_periodic.elastic.backups import mirrored, recovered  # noqa: E402
+from hvd_periodic.elastic.backups import back_up, restore_center  # noqa: E402
 from hvd_periodic.elastic.shards import own_share  # noqa: E402
 from hvd_periodic.torch.replica import TorchReplica  # noqa: E402
 from hvd_periodic.torch.resharding import resharded  # noqa: E402
@@ -56,7 +56,7 @@ def test_each_parameter_counts_its_own_steps(before: int, after: int, fragments:
     def first(communicator: Communicator) -> Any:
         model, optimizer = make(communicator, "sharded", fragments=fragments)
         train(model, optimizer, range(4))
-        mirror = mirrored(optimizer.synchronizer, own_share(optimizer.synchronizer))
+        mirror = back_up(optimizer.synchronizer, own_share(optimizer.synchronizer))
         return mirror, model.state_dict(), optimizer.synchronizer.checkpoint.save_own(), optimizer.inner.state_dict()
 
     kept = run_ranks(before, first)
@@ -64,7 +64,7 @@ def test_each_parameter_counts_its_own_steps(before: int, after: int, fragments:
     def second(communicator: Communicator) -> Any:
         model, optimizer = make(communicator, "sharded", fragments=fragments)
         rank, synchronizer = communicator.rank, optimizer.synchronizer
-        whole = recovered(communicator, synchronizer, kept[rank][0] if rank < before else None, None)
+        whole = restore_center(communicator, synchronizer, kept[rank][0] if rank < before else None, None)
         _, weights, own, inner = kept[0]
         model.load_state_dict(weights)
         cut = resharded(whole.optimizer_state, synchronizer)

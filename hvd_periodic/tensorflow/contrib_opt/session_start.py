@@ -84,11 +84,11 @@ def _decide(synchronizer: VariableSynchronizer, found: Mapping[int, tuple[LoadSt
     most = max(standing.local_steps for standing in standings.values())
     averaging = any(in_groups for _, in_groups in found.values()) or most < (synchronizer.warmup.until or 0)
     different = len({standing.replica for standing in standings.values()}) > 1
-    given = start is Start.FROM_ROOT or (start is Start.ANEW and different)
+    given = start is Start.FROM_ROOT or (start is Start.FROM_PARAMETERS and different)
     replaced = parameters_replaced(start, standings, own, root, averaging)
     if given and own == root:
         logger.warning("The ranks have not started alike: all take over what rank %d has", root)
-    return [start is Start.ANEW, given, replaced]
+    return [start is Start.FROM_PARAMETERS, given, replaced]
 
 
 def digest_of(tensors: Sequence[Any], chosen: Callable[[], Sequence[bool]] | None = None) -> tf.Tensor:
