@@ -24,13 +24,15 @@ from hvd_periodic.vectors.fragments import Fragment, cut_into_fragments
 from hvd_periodic.vectors.store import Store
 from hvd_periodic.wires import Wire, as_wire
 
+Exchangers = tuple[type[Exchanger[Any]], type[Exchanger[Any]], type[Exchanger[Any]]]
+
 
 class Forms(NamedTuple):
     """What makes the parts; by default those of the core, which know no framework.
 
     Attributes:
         progress: keeps counters.
-        exchangers: run exchanges: of ranks that wait for each other, and of ranks that do not.
+        exchangers: run exchanges: of ranks that wait for each other, of ranks that do not, and in flight.
         gradients: shows gradients to algorithms.
         checkpoint: saves and loads.
         view: reads the center.
@@ -38,7 +40,7 @@ class Forms(NamedTuple):
     """
 
     progress: Callable[[Schedule], ProgressTracker] = ProgressTracker
-    exchangers: tuple[type[Exchanger[Any]], type[Exchanger[Any]]] = (Synchronous, Asynchronous)
+    exchangers: Exchangers = (Synchronous, Asynchronous, Overlapped)
     gradients: Callable[[Exchanger[Any]], Gradients[Any]] = Gradients
     checkpoint: Callable[[Exchanger[Any]], Checkpoint[Any]] = Checkpoint
     view: Callable[..., CenterReader[Any]] = CenterReader
@@ -54,7 +56,7 @@ class Forms(NamedTuple):
             return self.exchangers[asynchronous]
         if asynchronous:
             _refuse("overlap", overlap, "no rank waits for another")
-        return Overlapped
+        return self.exchangers[2]
 
     def fragments(self, asynchronous: bool, fragments: int, parameters: Store[Any], outer: bool) -> list[Fragment]:
         """Return the parts in which the parameters are exchanged, after which their buckets are cut.

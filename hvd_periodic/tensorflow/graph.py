@@ -11,12 +11,9 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.sync.asynchronous import Asynchronous
-from hvd_periodic.sync.exchanger import Exchanger
-from hvd_periodic.sync.forms import Forms
+from hvd_periodic.sync.forms import Exchangers, Forms
 from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
-from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, as_elastic_jobs_heed
 from hvd_periodic.tensorflow.host import in_session, outside
 from hvd_periodic.tensorflow.hosted import hosted
@@ -67,7 +64,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         replica: VariableReplica,
         *arguments: Any,
         learning_rate: Callable[[], Any] | None = None,
-        exchangers: tuple[type[Exchanger[Any]], type[Exchanger[Any]]] = (Synchronous, Asynchronous),
+        exchangers: Exchangers = Forms().exchangers,  # noqa: B008
         **options: Any,
     ) -> None:
         forms = Forms(
