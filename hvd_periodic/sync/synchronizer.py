@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.arguments import require_int
@@ -53,6 +53,14 @@ _AVERAGED_UNTIL_NOW = (
 )
 
 
+class Exchangers(NamedTuple):
+    """Strategies of exchange: ranks wait for each other, or do not, or exchanges are in flight during local steps."""
+
+    synchronous: type[Exchanger[Any]] = Synchronous
+    asynchronous: type[Exchanger[Any]] = Asynchronous
+    overlapped: type[Exchanger[Any]] = Overlapped
+
+
 class ReplicaSynchronizer(Generic[V]):
     """Runs the exchanges of one replica by one algorithm and one schedule.
 
@@ -93,7 +101,7 @@ class ReplicaSynchronizer(Generic[V]):
         journal: notifies listeners of exchanges. Default: a new journal.
 
     Attributes:
-        exchangers: the strategies of exchange, synchronous and asynchronous.
+        exchangers: the strategies of exchange.
         gradients_type, checkpoint_type, center_reader_type: further classes that a front end may replace by its own.
         cuts_tensors: an outer optimizer can have parts of tensors.
         exchanged: the replica and the algorithm.
@@ -114,7 +122,7 @@ class ReplicaSynchronizer(Generic[V]):
         RuntimeError: asynchronous exchange is not possible between these ranks.
     """
 
-    exchangers: tuple[type[Exchanger[Any]], type[Exchanger[Any]]] = (Synchronous, Asynchronous)
+    exchangers: Exchangers = Exchangers()
     gradients_type: ClassVar[type[Gradients[Any]]] = Gradients
     checkpoint_type: ClassVar[type[Checkpoint[Any]]] = Checkpoint
     center_reader_type: ClassVar[type[CenterReader[Any]]] = CenterReader
@@ -156,7 +164,8 @@ class ReplicaSynchronizer(Generic[V]):
             _refuse(wire.lossy, "compression", compression, "ranks read and write the center itself")
             _refuse(audit_every > 0, "audit_every", audit_every, "there is one center")
             _refuse(weight is not None, "weight", weight, "no mean is taken")
-        exchanger = Overlapped if overlaps else self.exchangers[bool(asynchronous)]
+        exchanger = self.exchangers.asynchronous if asynchronous else self.exchangers.synchronous
+        exchanger = self.exchangers.overlapped if overlaps else exchanger
         whole_tensors = outer is not None and not self.cuts_tensors
         replica.parameters.layout, cut = cut_into_fragments(replica.parameters.layout, fragments, whole_tensors)
         outer = cast(CloneableOptimizer, outer).per_fragment(cut) if outer is not None and len(cut) > 1 else outer

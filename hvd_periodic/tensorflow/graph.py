@@ -11,11 +11,8 @@ import tensorflow as tf
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.schedules.base import Schedule
-from hvd_periodic.sync.asynchronous import Asynchronous
-from hvd_periodic.sync.exchanger import Exchanger
 from hvd_periodic.sync.startup import CallPoint
-from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
-from hvd_periodic.sync.synchronous import Synchronous
+from hvd_periodic.sync.synchronizer import Exchangers, ReplicaSynchronizer
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, as_elastic_jobs_heed
 from hvd_periodic.tensorflow.host import in_session, outside
 from hvd_periodic.tensorflow.hosted import hosted
@@ -63,7 +60,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         replica: VariableReplica,
         *arguments: Any,
         learning_rate: Callable[[], Any] | None = None,
-        exchangers: tuple[type[Exchanger[Any]], type[Exchanger[Any]]] = (Synchronous, Asynchronous),
+        exchangers: Exchangers = Exchangers(),  # noqa: B008
         **options: Any,
     ) -> None:
         self.exchangers = exchangers

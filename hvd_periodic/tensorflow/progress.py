@@ -71,7 +71,9 @@ class VariableProgress(ProgressTracker):
     ) -> None:
         self._of_session = in_session()
         self._landing: tf.Variable | None = None
-        if lands:  # Not saved: an exchange in flight is in no variable.
+        if lands and self._of_session:
+            self._landing = new_variable("landing", (), tf.int64, _NEVER)
+        elif lands:  # Not saved: an exchange in flight is in no variable.
             with tf.init_scope():
                 self._landing = tf.Variable(_NEVER, dtype=tf.int64, trainable=False)
         self._new_variable, self._remembers, self._values = new_variable, schedule.remembers, values

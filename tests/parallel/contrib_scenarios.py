@@ -22,11 +22,9 @@ import tensorflow.compat.v1 as tf
 
 from hvd_periodic.tensorflow import Compression, contrib_opt
 from tests import oracle
-from tests.parallel import contrib_options
 from tests.parallel.program import Scenarios, attempt, rotated
 
 scenario = Scenarios()
-scenario.include(contrib_options.scenario)
 
 GETTERS = {
     "easgd": contrib_opt.ElasticAverageCustomGetter,

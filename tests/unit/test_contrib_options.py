@@ -54,6 +54,9 @@ def test_an_unknown_keyword_is_refused_by_name(name: str) -> None:
         ("ModelAverageOptimizer", {"fragments": 2}, ValueError, "`fragments` must be at most 1.*Received: fragments=2"),
         ("AGNOptimizer", {"asynchronous": True, "fragments": 2}, ValueError, "`fragments` is for synchronous exchange"),
         ("AGNOptimizer", {"asynchronous": True, "audit_every": 2}, ValueError, "there is one center"),
+        ("ModelAverageOptimizer", {"overlap": -1}, ValueError, "`overlap`.*Received: -1"),
+        ("ModelAverageOptimizer", {"overlap": 1, "center": "root"}, ValueError, "`overlap` needs center='replicated'"),
+        ("AGNOptimizer", {"asynchronous": True, "overlap": 1}, ValueError, "`overlap` is for synchronous exchange"),
         ("ModelAverageOptimizer", {"center": "sharded"}, ValueError, "`center='sharded'` is not for sessions"),
         ("ModelAverageOptimizer", {"center": "here"}, ValueError, "`center` must be one of .*center='here'"),
         ("ModelAverageOptimizer", {"timeout_seconds": "soon"}, TypeError, "`timeout_seconds`.*Received: 'soon'"),
@@ -206,3 +209,60 @@ def test_a_checkpoint_holds_what_an_algorithm_keeps(
                     saver.save(session, f"{tmp_path}/c")
     assert seen[3:5] == seen[1:3]
     assert f"global_center_variable/w/{vector}" in tf.train.load_checkpoint(f"{tmp_path}/c").get_variable_to_shape_map()
+
+
+def test_landing_is_for_a_step() -> None:
+    with pytest.raises(RuntimeError, match=r"get_land_op\(\) is for a step"):
+        make("AGNOptimizer").get_land_op()
+
+
+@pytest.mark.parametrize("overlap", [1, "period"])
+@pytest.mark.parametrize("with_getter", [True, False], ids=["getter", "no getter"])
+def test_a_session_takes_nothing_of_one_before(with_getter: bool, overlap: Any, tmp_path: Any) -> None:
+    """The first ends while an exchange is in flight; the second is new, the third has the first one's checkpoint."""
+    getter = contrib_opt.PeriodicCustomGetter("") if with_getter else None
+    with tf.variable_scope("", custom_getter=getter):
+        w = tf.get_variable("w", initializer=tf.constant([1.0, 2.0]))
+    local = tf.train.GradientDescentOptimizer(0.25)
+    optimizer = periodic(getter, local, DiLoCo(), 3, overlap=overlap)
+    train, saver = optimizer.minimize(tf.reduce_sum(tf.square(w))), tf.train.Saver()
+    initialize, landed, seen = optimizer.get_init_op(0), optimizer.get_land_op(), []
+    center = next(v for v in tf.global_variables() if v.op.name == "global_center_variable/w")
+    for steps in (3, 7, 7):
+        with tf.Session() as session:
+            session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+            if len(seen) == 2:
+                saver.restore(session, f"{tmp_path}/c")
+            session.run(initialize)
+            of_session = []
+            for _ in range(steps):
+                session.run(train)
+                of_session.append(session.run(w).tolist())
+            if steps == 3:
+                saver.save(session, f"{tmp_path}/c")
+            else:
+                session.run(landed)
+                of_session.append(session.run(center).tolist())
+            seen.append(of_session)
+    assert seen[0] == seen[1][:3]
+    assert np.isfinite(seen[2]).all()
+    assert seen[1][-1] != [1.0, 2.0], "the center has moved"
+
+
+def test_the_hook_lands_at_the_end() -> None:
+    """Model averaging of one rank: the center becomes the replica as it was at the exchange."""
+
+    class AtEnd(tf.train.SessionRunHook):
+        def end(self, session: Any) -> None:
+            seen.append(session.run(center).tolist())
+
+    getter, seen = contrib_opt.ModelAverageCustomGetter(""), []
+    w, step = variable(getter), tf.train.get_or_create_global_step()
+    optimizer = make("ModelAverageOptimizer", getter, interval_steps=2, overlap="period")
+    train, (center,) = optimizer.minimize(tf.reduce_sum(w), global_step=step), getter.centers.values()
+    hooks = [optimizer.make_session_run_hook(), AtEnd()]
+    with tf.train.MonitoredTrainingSession(hooks=hooks) as session:
+        for _ in range(3):
+            session.run(train)
+        assert session.run(center).tolist() == [1.0, 2.0], "in flight"
+    assert seen == [[0.0, 1.0]]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.fragment_plan import DueFragments
+from hvd_periodic.sync.overlapped import Overlapped
 from hvd_periodic.sync.status import GlobalStatus, LocalStatus
 from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.vectors.layout import Bucket
@@ -21,6 +23,20 @@ class SessionSynchronous(Synchronous[Any]):
         if due.turns and self.context.progress.rounds == 0 and not self.context.warmup.active:
             self.tensor_groups.audit(self.advice)
         return super()._exchange_tensors(agreed, due, own)
+
+
+class SessionOverlapped(SessionSynchronous, Overlapped[Any]):
+    """Holds what is in flight between two steps, of the session that began it."""
+
+    def land(self) -> None:
+        """Let the replica take what is under way; forget that of a session that there is no more."""
+        progress = self.context.progress
+        if self._in_flight and self._begun != progress.counters.last_exchange:
+            for pending in chain(*(part.pending for part in self._in_flight)):
+                pending.wait()  # It moves no center: that is of this session.
+            self._forget()
+        super().land()
+        progress.landing = None  # A checkpoint may have brought that of another session.
 
 
 class SessionAsynchronous(Asynchronous[Any]):

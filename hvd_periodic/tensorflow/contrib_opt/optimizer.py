@@ -13,10 +13,11 @@ from hvd_periodic.algorithms.easgd import BETA
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.options import of_exchange
 from hvd_periodic.schedules import Schedule
+from hvd_periodic.sync.synchronizer import Exchangers
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, ranks_of
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
-from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous, SessionSynchronous
+from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous, SessionOverlapped, SessionSynchronous
 from hvd_periodic.tensorflow.contrib_opt.getters import belongs_to_optimizer
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import plain
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
@@ -253,6 +254,23 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             with tf.control_dependencies(finished):
                 return tf.group(*self._told(), name=f"{self._name}.final")
 
+    def get_land_op(self) -> tf.Operation:
+        """Return the operation that waits for an exchange in flight, which center and replica take.
+
+        With ``overlap``, all ranks run it before the center is evaluated or saved: no checkpoint holds what is in
+        flight. The hook of ``make_session_run_hook`` runs it at the end of its session. Otherwise it does nothing.
+
+        Raises:
+            RuntimeError: ``apply_gradients`` has not been called.
+        """
+        if not self._ends:
+            raise RuntimeError("get_land_op() is for a step: call apply_gradients() or minimize() first")
+        with tf.compat.v1.name_scope(None), tf.device(None):
+            return tf.group(*self._landed(), name=f"{self._name}.land")
+
+    def _landed(self) -> list[tf.Operation]:
+        return [end.land() for end in self._ends] if self._options["overlap"] else []
+
     def _told(self) -> list[tf.Operation]:
         """Return what tells the run log that training is over."""
         pairs = zip(self._synchronizers, self._ends, strict=True)
@@ -263,7 +281,9 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         if self._asynchronous:
             return self.get_final_op()
         with tf.compat.v1.name_scope(None), tf.device(None):
-            return tf.group(*self._told(), name=f"{self._name}.end")
+            landed = self._landed()
+            with tf.control_dependencies(landed):
+                return tf.group(*landed, *self._told(), name=f"{self._name}.end")
 
     def _hook(self, get_init_op: Callable[[], tf.Operation], is_chief: bool) -> InitializationHook:
         needed, cls = not self._adopts, type(self).__name__
@@ -317,7 +337,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             outer=None if moved is None else GraphOuterOptimizer(moved, named.parameters, replica.values),
             rates=SessionRates(local, len(variables)) if self._algorithm.uses_learning_rate else None,
             learning_rate=lambda: learning_rate_of(local),
-            exchangers=(SessionSynchronous, SessionAsynchronous),
+            exchangers=Exchangers(SessionSynchronous, SessionAsynchronous, SessionOverlapped),
             **of_exchange(self._options),
         )
         exchanger: Any = synchronizer.exchanger

@@ -19,6 +19,9 @@ class SessionOptions(TypedDict, total=False):
             of what moves them. The center variables of other ranks then keep the values that the session started with:
             evaluate and save on rank 0.
         compression: encoding of messages: ``hvdp.Compression.none``, ``fp16``, ``bf16``, ``int8`` or ``topk(0.01)``.
+        overlap: number of local steps during which an exchange may be in flight while training continues, or
+            ``"period"``: until the next exchange. A checkpoint does not hold what is in flight: all ranks run
+            ``get_land_op()`` before. Without ``center="root"``.
         fragments: number of parts of the parameters that are exchanged one after another within every period.
         weight: how much this rank counts in the mean over ranks: a number, or a function that Python calls once per
             exchange; for algorithms that take a mean. None: all ranks count equally.
@@ -33,6 +36,7 @@ class SessionOptions(TypedDict, total=False):
     process_set: Annotated[Any, None]
     center: Annotated[str, "replicated"]
     compression: Annotated[Any, Compression.none]
+    overlap: Annotated[int | str, 0]
     fragments: Annotated[int, 1]
     weight: Annotated[WeightLike, None]
     audit_every: Annotated[int, 0]

@@ -61,11 +61,19 @@ class StepEnd:
             with tf.control_dependencies(waited):
                 waited = self._increment() or waited
         with tf.control_dependencies(waited):
-            due = tf.function(self._synchronizer.count, autograph=False)(updated)
+            due, landing = tf.function(self._count, autograph=False)(updated)
         with control_flow_v1():
             with tf.control_dependencies(self._center_following(due)):
                 due = tf.identity(due)
-            return tf.group(tf.cond(due, branch(self._exchange), _nothing))
+            ended = [tf.cond(due, branch(self._exchange), _nothing)]
+            if self._synchronizer.progress.is_landing_due is not False:
+                ended.append(tf.cond(landing, branch(lambda: self._call(None)), _nothing))
+            return tf.group(*ended)
+
+    def land(self) -> tf.Operation:
+        """Return the operation that lets replica and center take an exchange in flight."""
+        with control_flow_v1():
+            return tf.group(*self._call(None))
 
     def end(self) -> tf.Operation:
         """Return the operation that tells the journal that training is over, if it has begun there."""
@@ -78,6 +86,11 @@ class StepEnd:
         with control_flow_v1():
             _, assigned = python_call(tell, self._synchronizer.replica.values, [progress.store()])
             return tf.group(*assigned)
+
+    def _count(self, updated: Any) -> tuple[Any, Any]:
+        """Count a local step; return whether an exchange is due, and whether one in flight is to be taken without."""
+        due = self._synchronizer.count(updated)
+        return due, tf.logical_and(self._synchronizer.progress.is_landing_due, tf.logical_not(due))
 
     def _increment(self) -> Assigned:
         step = self._global_step
@@ -110,12 +123,18 @@ class StepEnd:
             report_start(exchanger, replace(before, local_steps=before.last_exchange))
         exchanger.exchange()
 
-    def _call(self, run: Callable[[], object]) -> Assigned:
-        """Return what assigns what Python makes of all variables of an exchange."""
+    def _call(self, run: Callable[[], object] | None) -> Assigned:
+        """Return what assigns what Python makes of all variables of an exchange: it lands what is in flight, then runs.
+
+        What is in flight moves the center by the hyper-parameters that were given when it began.
+        """
         synchronizer = self._synchronizer
         given = [list(each.in_session().values()) for each in self._given]
 
         def in_turn(*values: np.ndarray) -> None:
+            synchronizer.exchanger.land()
+            if run is None:
+                return
             rest = iter(values)
             for each, tensors in zip(self._given, given, strict=True):
                 each.given = list(islice(rest, len(tensors)))

@@ -1,8 +1,13 @@
-"""Options of the optimizers of TensorFlow 1 graphs, beside numpy's with the same; see ``contrib_scenarios.py``."""
+"""Options of the optimizers of TensorFlow 1 graphs, beside numpy's with the same; see ``scenarios.py``.
+
+mpirun -np 2 python -m tests.parallel.contrib_options_scenarios FOLDER v1
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -94,6 +99,7 @@ class Session:
             initialize = tf.group(tf.global_variables_initializer(), tf.local_variables_initializer())
             task = [] if isinstance(self.optimizer, contrib_opt.ModelAverageOptimizer) else [hvd.rank()]
             start = self.optimizer.get_init_op(*task) if with_getter else hvd.broadcast_global_variables(0)
+            self.landed = self.optimizer.get_land_op()
             self.session = tf.Session()
             self.session.run(initialize)
             self.session.run(start)
@@ -102,6 +108,10 @@ class Session:
         """Take a local step."""
         fed = gradients(self.session.run(self.x))
         self.session.run(self.train, dict(zip(self.fed, fed, strict=True)))
+
+    def land(self) -> None:
+        """Take what is in flight."""
+        self.session.run(self.landed)
 
     def values(self) -> Values:
         """x and c, where that is on this rank."""
@@ -121,17 +131,24 @@ class Arrays:
         """Take a local step."""
         self.optimizer.step(gradients(list(self.x.values())))
 
+    def land(self) -> None:
+        """Take what is in flight."""
+        self.optimizer.synchronizer.land()
+
     def values(self) -> Values:
         """x and c, where that is on this rank."""
         center = self.optimizer.synchronizer.center_tensors()
         return [np.concatenate([[], *of]).tolist() for of in (self.x.values(), center)]
 
 
-def course(training: Session | Arrays) -> list[Values]:
-    """Return x and c after each of the oracle's steps."""
+def course(training: Session | Arrays, overlap: bool) -> list[Values]:
+    """Return x and c after each of the oracle's steps; with overlap, c once everything has landed."""
     seen = []
     for _ in range(oracle.STEPS):
         training.step()
+        seen.append([training.values()[0], []] if overlap else training.values())
+    if overlap:
+        training.land()
         seen.append(training.values())
     return seen
 
@@ -141,10 +158,10 @@ def beside(
 ) -> list[list[Values]]:
     """Return the courses of a session and of arrays; ``outer`` is rate and momentum of what moves the center."""
     own = {} if outer is None else {"outer_optimizer": tf.train.MomentumOptimizer(*outer)}
-    of_session = course(Session(name, with_getter, period, **own, **options))
+    of_session = course(Session(name, with_getter, period, **own, **options), "overlap" in options)
     own = {} if outer is None else {"outer_optimizer": hvdn.SGD(*outer)}
     with eager():
-        return [of_session, course(Arrays(name, period, **own, **options))]
+        return [of_session, course(Arrays(name, period, **own, **options), "overlap" in options)]
 
 
 @scenario
@@ -163,7 +180,7 @@ def weights_and_audits() -> Any:
 
 @scenario
 def a_center_that_went_astray() -> Any:
-    """Of the last rank, before the second of three exchanges, after which ranks compare: the errors of three steps."""
+    """Of the last rank, before the second exchange, after which ranks compare: the errors of two steps."""
     training, last = Session("easgd", True, 1, audit_every=2), hvd.rank() == hvd.size() - 1
     with training.graph.as_default():
         astray = training.centers[1].assign([7.0])
@@ -211,3 +228,33 @@ def on_the_root() -> Any:
         "outer": beside("diloco", True, 4, (0.5, 0.25), fragments=2, **options),
         "diloco": beside("diloco", True, 3, **options),
     }
+
+
+@scenario
+def in_flight() -> Any:
+    """Exchanges that local steps do not wait for: some steps, or a whole period."""
+    return {
+        "easgd": beside("easgd", True, 4, overlap=2),
+        "easgd_rho": beside("easgd_rho", False, 3, overlap="period", fragments=2),
+        "average": beside("average", True, 4, overlap=1, weight=1.0 + hvd.rank(), compression=Compression.int8),
+        "agn": beside("agn", False, 5, overlap=3),
+        "outer": beside("diloco", True, 4, (0.5, 0.25), overlap="period"),
+        "slowmo": beside("slowmo", False, 4, overlap=1, fragments=2),
+    }
+
+
+def main(folder: Path, mode: str) -> None:
+    """Run all scenarios."""
+    if mode == "v1":
+        tf.disable_v2_behavior()
+    else:
+        tf.disable_eager_execution()
+    tf.logging.set_verbosity(tf.logging.ERROR)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    hvd.init()
+    scenario.run(folder, hvd.rank())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

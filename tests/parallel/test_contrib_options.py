@@ -1,0 +1,71 @@
+"""Options of the optimizers of TensorFlow 1 graphs on real ranks, beside those of numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.parallel.launch import run_scenarios
+from tests.parallel.program import column
+from tests.parallel.tiers import thorough
+
+pytest.importorskip("horovod.tensorflow")
+
+pytestmark = pytest.mark.timeout(240)
+
+JOBS = [("horovodrun --gloo", 2, "v1"), thorough(("mpirun", 3, "v2"))]
+"""Launcher, ranks, and version."""
+
+
+@pytest.fixture(scope="module", params=JOBS, ids=lambda job: " ".join(map(str, job)))
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    launcher, size, mode = request.param
+    folder = tmp_path_factory.mktemp("job")
+    return run_scenarios(launcher, size, "contrib_options_scenarios", folder, 200, mode, framework="tensorflow")
+
+
+def close(course: Any) -> Any:
+    """TensorFlow's kernels may round once where numpy rounds twice."""
+    return pytest.approx(np.ravel(course), rel=1e-12, abs=1e-12)
+
+
+def assert_alike(ranks: list[dict[str, Any]], scenario: str) -> None:
+    """Sessions and arrays take the same course, and all ranks have one center after every step."""
+    for case in ranks[0][scenario]:
+        found = column(ranks, scenario, case)
+        for rank, (of_session, of_arrays) in enumerate(found):
+            for what in (0, 1):
+                seen, expected = ([values[what] for values in course] for course in (of_session, of_arrays))
+                assert np.concatenate(seen) == close(np.concatenate(expected)), (case, rank, what)
+        centers = [[center for _, center in of_session] for of_session, _ in found]
+        assert all(center in (centers[0], [[]] * len(center)) for center in centers), case
+        assert centers[0][0] != centers[0][-1], f"the center of {case} moves"
+
+
+def test_ranks_that_count_differently(ranks: list[dict[str, Any]]) -> None:
+    assert_alike(ranks, "weights_and_audits")
+
+
+def test_parts_of_the_parameters_that_are_exchanged_in_turn(ranks: list[dict[str, Any]]) -> None:
+    assert_alike(ranks, "fragments")
+
+
+def test_algorithms_that_tf_contrib_opt_did_not_have(ranks: list[dict[str, Any]]) -> None:
+    assert_alike(ranks, "other_algorithms")
+
+
+def test_the_center_on_one_rank(ranks: list[dict[str, Any]]) -> None:
+    assert_alike(ranks, "on_the_root")
+
+
+def test_exchanges_in_flight(ranks: list[dict[str, Any]]) -> None:
+    assert_alike(ranks, "in_flight")
+
+
+def test_a_center_that_went_astray_is_found(ranks: list[dict[str, Any]]) -> None:
+    last = len(ranks) - 1
+    for first, second in column(ranks, "a_center_that_went_astray"):
+        assert first == ""
+        assert f"rank {last} from rank 0, first in 'b'. Has a session begun without the hook" in second
