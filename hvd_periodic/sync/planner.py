@@ -121,7 +121,9 @@ def predict(schedule: Schedule, clock: Clock) -> int | None:
         (12, None)
     """
     try:
-        return next_exchange(schedule, _foreseen(clock))
+        return next_exchange(
+            schedule, _ForeseenClock(clock.step, clock.round, period=clock.period, memory=clock.memory)
+        )
     except _UnforeseenError:
         return None
 
@@ -138,7 +140,7 @@ def forecast(schedule: Schedule, rounds: int) -> list[int]:
         [1, 2, 4, 6, 10]
     """
     exchanges: list[int] = []
-    clock = _foreseen(Clock())
+    clock: Clock = _ForeseenClock()
     try:
         while len(exchanges) < rounds:
             exchanges.append(next_exchange(schedule, clock))
@@ -150,10 +152,6 @@ def forecast(schedule: Schedule, rounds: int) -> list[int]:
         if not exchanges:
             raise
     return exchanges
-
-
-def _foreseen(clock: Clock) -> Clock:
-    return _ForeseenClock(clock.step, clock.round, period=clock.period, memory=clock.memory)
 
 
 class Planner:
