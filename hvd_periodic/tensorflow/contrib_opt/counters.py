@@ -8,8 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_periodic.tensorflow.contrib_opt.getters import belongs_to_optimizer
-from hvd_periodic.tensorflow.contrib_opt.initialized import read_after, require_initialized
-from hvd_periodic.tensorflow.contrib_opt.startup import FirstStep
+from hvd_periodic.tensorflow.contrib_opt.session_startup import FirstStep, read_after, require_initialized
 
 
 class CounterVariables:

@@ -131,7 +131,7 @@ class ElasticAverageOptimizer(InitializedByTask):
         if not self._algorithm.uses_gradients:
             return pairs
         # Without a getter the first step ever sets the centers, to what the replicas are.
-        since = max(self._schedule.synchronous_until or 0, int(self._adopts))
+        since = max(self._schedule.synchronous_until or 0, int(self._without_getter))
         if not since:
             return [(self._elastic(g, variable), variable) for g, variable in pairs]
         counted = self._counters.local_steps()

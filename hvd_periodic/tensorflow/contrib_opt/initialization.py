@@ -12,8 +12,8 @@ from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, value_of
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
+from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT
 from hvd_periodic.tensorflow.contrib_opt.shared_center import SharedCenter
-from hvd_periodic.tensorflow.contrib_opt.startup import ROOT
 
 
 class Initialization:

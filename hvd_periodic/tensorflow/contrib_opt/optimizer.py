@@ -22,7 +22,6 @@ from hvd_periodic.tensorflow.contrib_opt.getters import belongs_to_optimizer
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import plain
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
 from hvd_periodic.tensorflow.contrib_opt.initialization import Initialization
-from hvd_periodic.tensorflow.contrib_opt.initialized import initialize_with
 from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, checked, reference_of, trained_by, with_gradient
 from hvd_periodic.tensorflow.contrib_opt.rates import SessionRates, learning_rate_of
 from hvd_periodic.tensorflow.contrib_opt.replica import (
@@ -33,8 +32,8 @@ from hvd_periodic.tensorflow.contrib_opt.replica import (
 )
 from hvd_periodic.tensorflow.contrib_opt.request import Request, spelled_as
 from hvd_periodic.tensorflow.contrib_opt.saver import saver_of_centers
+from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT, SessionStartup, initialize_with
 from hvd_periodic.tensorflow.contrib_opt.shared_center import SharedCenter
-from hvd_periodic.tensorflow.contrib_opt.startup import ROOT, Start
 from hvd_periodic.tensorflow.contrib_opt.step_end import StepEnd
 from hvd_periodic.tensorflow.contrib_opt.synchronous_phase import SynchronousPhase
 from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn, SessionTurns
@@ -71,17 +70,17 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         prefix = communicator.unique_name(options["timeout_seconds"], provisional=True)
         cls = type(self).__name__
 
-        def granted() -> tuple[Algorithm, Any, Schedule, TensorFlowCommunicator | None]:
+        def validate() -> tuple[Algorithm, Any, Schedule, TensorFlowCommunicator | None]:
             if isinstance(request.opt, GraphOptimizer):
                 raise TypeError(f"`{cls}` takes no optimizer that exchanges already; those of PyTorch and Keras do")
-            return request.granted(cls, communicator)
+            return request.validate(cls, communicator)
 
-        found = build_on_all(communicator, prefix, granted)
+        found = build_on_all(communicator, prefix, validate)
         self._algorithm, self._moving, self._schedule, self._averaged = found
         self._opt: Any = request.opt
         self._asynchronous = bool(request.asynchronous)
         self._everywhere = self._asynchronous or options["center"] == "replicated"
-        self._adopts = request.getter is None
+        self._without_getter = request.getter is None
         getter = request.getter
         self._getter = request.getter_class("", _COLLECTIONS.GLOBAL_VARIABLES) if getter is None else getter
         self._center_optimizer: CenterOptimizer | HostCenterOptimizer | None = None
@@ -95,7 +94,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             self._averaged is not None,
             until,
             self._counters,
-            communicator if self._adopts else None,
+            communicator if self._without_getter else None,
             name,
         )
         self._initialization = Initialization(name, communicator, self._getter, self._counters, self._first_companion)
@@ -103,7 +102,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Pairs:
         """Return the (gradient, variable) pairs of the wrapped optimizer, whose arguments these are."""
         pairs = self._warmup.compute_gradients(*args, **kwargs)
-        if self._adopts:
+        if self._without_getter:
             self._getter.adopt(trained_by(pairs))
         return pairs
 
@@ -130,7 +129,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                     "apply_gradients() after get_init_op(): the init op would miss variables that are created here. "
                     "Call get_init_op() last"
                 )
-            pairs = checked(grads_and_vars, self._getter, self._adopts)
+            pairs = checked(grads_and_vars, self._getter, self._without_getter)
             self._require_global_step(global_step)
             with spelled_as(type(self).__name__), tf.device(None), self._getter.paused():
                 return pairs, self._synchronizer(trained_by(pairs), prefix)
@@ -144,9 +143,9 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._initialization.begin_within(synchronizer.membership.all_ranks, prefix, global_step)
         with tf.device(None), self._getter.paused():
             self._create_slots_of(pairs)
-            made = [*self.variables(), *(self._getter.made() if self._adopts else [])]
+            made = [*self.variables(), *(self._getter.made() if self._without_getter else [])]
             self._counters.read_checked(made)
-            if self._adopts:
+            if self._without_getter:
                 initialize_with(found, [*made, *self._counters.made])
             with tf.control_dependencies(self._counters.check):
                 waited, updated = self._update(synchronizer, turn, pairs)
@@ -155,7 +154,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                     synchronizer,
                     turn,
                     global_step,
-                    not self._adopts,
+                    not self._without_getter,
                     lambda: self._initialization.start_centers(trained_by(pairs)),
                 )
                 self._ends.append(end)
@@ -167,7 +166,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         with tf.init_scope():
             plain(self._opt)._create_slots(trained)
         belongs_to_optimizer(*self._opt.variables())
-        if not self._adopts:
+        if not self._without_getter:
             _keep_local(self._opt.variables())
 
     def _update(self, synchronizer: VariableSynchronizer, turn: SessionTurn, pairs: Pairs) -> tuple[list[Any], Any]:
@@ -180,11 +179,11 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         def update() -> Assigned:
             return [self._opt.apply_gradients(pairs), *self._accumulate(synchronizer, pairs)]
 
-        if not self._adopts:
+        if not self._without_getter:
             return update(), True
         own = [*self.variables(), *self._getter.made(), *self._counters.made]
         with tf.control_dependencies([gradient for gradient, _ in with_gradient(pairs)]), control_flow_v1():
-            start = Start(synchronizer, turn, self._getter, own, self._counters.first)
+            start = SessionStartup(synchronizer, turn, self._getter, own, self._counters.first)
             replaced = start.replaced(lambda: self._initialization.start_centers(trained_by(pairs)))
             with tf.control_dependencies([replaced]):
                 done = tf.cond(replaced, lambda: tf.constant(False), branch(update))
@@ -286,7 +285,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                 return tf.group(*landed, *self._told(), name=f"{self._name}.end")
 
     def _hook(self, get_init_op: Callable[[], tf.Operation], is_chief: bool) -> InitializationHook:
-        needed, cls = not self._adopts, type(self).__name__
+        needed, cls = not self._without_getter, type(self).__name__
         hook = InitializationHook(get_init_op, is_chief, self.finalize, self._get_end_op, cls, needed)
         self._hooks.append(hook)
         return hook
@@ -347,7 +346,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             shared = SharedCenter(synchronizer, centers, [v for _, v in named.averaged])
             self._initialization.shared_centers.append(shared)
         else:
-            exchanger.advice = _HOW_TO_START[self._adopts]
+            exchanger.advice = _HOW_TO_START[self._without_getter]
             for group in synchronizer.tensor_groups.statistics:
                 pairs = zip(group.center.tensors(), group.values.tensors(), strict=True)
                 self._initialization.start_buffers(pairs)

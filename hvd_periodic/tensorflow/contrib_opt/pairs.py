@@ -21,13 +21,13 @@ def trained_by(pairs: Pairs) -> list[Any]:
     return [variable for _, variable in with_gradient(pairs)]
 
 
-def checked(grads_and_vars: Iterable[Any], getter: CustomGetter, adopts: bool) -> Pairs:
+def checked(grads_and_vars: Iterable[Any], getter: CustomGetter, without_getter: bool) -> Pairs:
     """Return pairs whose variables have centers.
 
     Args:
         grads_and_vars: what a user has passed.
         getter: knows the centers.
-        adopts: whether it takes variables that no getter created.
+        without_getter: whether it takes variables that no getter created.
 
     Raises:
         TypeError: pairs that are none.
@@ -44,9 +44,9 @@ def checked(grads_and_vars: Iterable[Any], getter: CustomGetter, adopts: bool) -
     trained = trained_by(pairs)
     if not trained:
         raise ValueError(f"There is no gradient for any variable: {[v.name for _, v in pairs]}")
-    if adopts:
+    if without_getter:
         getter.adopt(trained)
-    for variable in trained if adopts else [variable for _, variable in pairs]:
+    for variable in trained if without_getter else [variable for _, variable in pairs]:
         reference_of(variable, getter)
     return pairs
 

@@ -53,7 +53,7 @@ class Request:
     asynchronous: bool = False
     outer_optimizer: Any = None
 
-    def granted(
+    def validate(
         self, cls: str, communicator: Communicator
     ) -> tuple[Algorithm, Any, Schedule, TensorFlowCommunicator | None]:
         """Return the algorithm, the optimizer of which a copy moves the center or None, the schedule, and the ranks

@@ -10,7 +10,7 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import plain
 from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, trained_by, with_gradient
-from hvd_periodic.tensorflow.contrib_opt.startup import ROOT
+from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT
 from hvd_periodic.tensorflow.space import in_form_of
 
 
