@@ -22,15 +22,15 @@ def trained_by(pairs: Pairs) -> list[Any]:
 
 
 def checked(grads_and_vars: Iterable[Any], getter: CustomGetter, without_getter: bool) -> Pairs:
-    """Return pairs whose variables have centers.
+    """Check that pairs are well-formed and their variables have centers; return them as a list.
 
     Args:
-        grads_and_vars: what a user has passed.
-        getter: knows the centers.
-        without_getter: whether it takes variables that no getter created.
+        grads_and_vars: the user's argument.
+        getter: holds the centers.
+        without_getter: whether ``getter`` adopts variables that no getter created.
 
     Raises:
-        TypeError: pairs that are none.
+        TypeError: an element is not a pair.
         ValueError: no pairs, no gradients, or a variable without a center.
     """
     pairs = list(grads_and_vars)

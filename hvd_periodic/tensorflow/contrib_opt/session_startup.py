@@ -31,7 +31,7 @@ from hvd_periodic.tensorflow.store import layout_of
 logger = logging.getLogger("hvd_periodic")
 
 ROOT = 0
-"""The rank whose values all start from."""
+"""The rank from whose values all ranks start."""
 
 _WHAT_TO_MOVE = (
     "move the lines of tf.global_variables_initializer() and tf.local_variables_initializer(), and of "
@@ -40,19 +40,19 @@ _WHAT_TO_MOVE = (
 
 
 def require_initialized(variable: Any, cls: str) -> tf.Operation:
-    """Return the operation that fails where the variables of an optimizer, this one among them, are not initialized."""
+    """Return the operation that fails if ``variable``, and so all variables of the optimizer, are not initialized."""
     message = (
         f"The variables that `{cls}` creates in minimize() or apply_gradients() are not initialized. An initializer "
         f"initializes what exists when it is built: {_WHAT_TO_MOVE}"
     )
-    with tf.control_dependencies(None):  # An init op that waits for it must not need what a training step is fed.
+    with tf.control_dependencies(None):  # An init op that waits for it must not need the inputs of a training step.
         return tf.debugging.Assert(tf.compat.v1.is_variable_initialized(variable), [message])
 
 
 def read_after(check: tf.Operation, variables: Iterable[Any]) -> None:
-    """Let the values of reference variables, which one operation each that exists already reads, wait for a check.
+    """Make the existing read operation of each reference variable wait for a check.
 
-    Where they have none, TensorFlow's own error would come first.
+    Otherwise TensorFlow's own error about an uninitialized variable would come first.
     """
     for variable in variables:
         if not is_resource(variable):
@@ -60,10 +60,11 @@ def read_after(check: tf.Operation, variables: Iterable[Any]) -> None:
 
 
 def initialize_with(variables: Iterable[Any], made: Iterable[Any]) -> None:
-    """Let the initializers of all of these variables, which were built before others were made, initialize those too.
+    """Make earlier initializers of all ``variables`` also initialize the variables ``made`` after them.
 
-    Scripts build theirs before ``minimize()`` where the optimizer makes nothing there, as gradient descent in Horovod's
-    benchmark. An operation can wait for more until a session has run it; afterwards this changes nothing.
+    Scripts build their initializer before ``minimize()`` if the optimizer makes no variables there, such as gradient
+    descent in Horovod's benchmark. An operation accepts control inputs until a session has run it; then this has no
+    effect.
     """
     wanted, more = ({variable.initializer for variable in of} for of in (variables, made))
     for operation in tf.compat.v1.get_default_graph().get_operations():
@@ -72,19 +73,19 @@ def initialize_with(variables: Iterable[Any], made: Iterable[Any]) -> None:
 
 
 def _grouped(operation: Any) -> set[Any]:
-    """Return what ``tf.group`` has grouped: by device, if there are several."""
+    """Return the operations that ``tf.group`` has grouped, by device if there are several."""
     inputs = set(operation.control_inputs)
     return inputs.union(*(one.control_inputs for one in inputs if one.type == "NoOp"))
 
 
 class FirstStep:
-    """Knows in the graph whether a session has yet to begin training.
+    """Tells the graph whether a session has not begun training yet.
 
-    Each session has to find out by itself, whatever checkpoint it has restored: the mark is in no collection, so that
-    nothing saves, restores or initializes it.
+    Each session marks this itself, whatever checkpoint it has restored: the mark is in no collection, so that nothing
+    saves, restores or initializes it.
 
     Args:
-        local_steps: counts them; a session that initializes it again begins again.
+        local_steps: the counter of local steps; a session that initializes it again begins again.
     """
 
     def __init__(self, local_steps: tf.Variable) -> None:
@@ -96,16 +97,16 @@ class FirstStep:
             )
 
     def __call__(self) -> tf.Tensor:
-        """Return whether this step is the first."""
+        """Return whether this step is the first of the session."""
         initialized = tf.compat.v1.is_variable_initialized(self._mark)
         return tf.logical_or(tf.logical_not(initialized), tf.equal(self._local_steps.read_value(), 0))
 
     def finish(self) -> tf.Operation:
-        """Remember that training has begun."""
+        """Return the operation that marks the first step as done."""
         return self._mark.assign(True)
 
     def steps_of_all(self, synchronize: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-        """Return the local steps before this one; at the first step what ``synchronize``, which communicates, says."""
+        """Return the local steps before this one; the first step asks ``synchronize``, which communicates."""
         if self._steps is None:
             with control_flow_v1():
                 steps = self._local_steps.read_value()
@@ -114,17 +115,17 @@ class FirstStep:
 
 
 class SessionStartup:
-    """Lets all ranks begin together, in the first step, with the gradients that they have by then.
+    """Starts all ranks together in the first step, when gradients exist already.
 
-    What :meth:`ReplicaSynchronizer.begin` is to PyTorch and Keras. The root's values are those of all global variables
-    that there are, as a broadcast of them gives, but for what belongs to other optimizers, which begin by themselves.
+    It corresponds to :meth:`ReplicaSynchronizer.begin` in PyTorch and Keras. Like a broadcast of global variables, it
+    covers all global variables, except the variables of other optimizers, which start separately.
 
     Args:
         synchronizer: knows the other ranks.
-        turn: waits until all ranks begin with this optimizer.
-        getter: knows the replicas, and what belongs to optimizers.
+        turn: waits until all ranks start with this optimizer.
+        getter: knows the replicas, and the variables that belong to optimizers.
         own: the variables of this optimizer.
-        first: whether it is the first step.
+        first: tells whether a step is the first.
     """
 
     def __init__(
@@ -141,21 +142,21 @@ class SessionStartup:
         found = [variable for variable in getter.found() if not getter.is_anothers(variable)]
         trained = [variable for variable in found if variable.ref() in getter.centers]
         self._frozen = [v for v in found if can_be_sent(v) and v.trainable and v.ref() not in getter.centers]
-        """Trainable, but not by this optimizer; when the session runs, another may be known that trains them."""
+        """Trainable, but not by this optimizer; by the time the session runs, another optimizer may train them."""
         others = {variable.ref() for variable in self._frozen}
         self._parameters = trained
         feedback = synchronizer.tensor_groups.parameters.error_feedback
         unsent = [store.tensors() for store in (feedback.residual, feedback.second_hop_residual) if store is not None]
         self._unsent = [variable for variables in unsent for variable in variables]
-        """What a rank has not sent, which is no other's."""
+        """The error feedback of this rank, which no other rank takes over."""
         others |= {variable.ref() for variable in self._unsent}
         self._own = [v for v in (*own, *found) if can_be_sent(v) and v.ref() not in others]
 
     def replaced(self, start_centers: Callable[[], Assigned]) -> tf.Tensor:
-        """Return whether this rank has got other values than it has gradients of: its update has to be left out.
+        """Return whether the start makes this rank's gradients stale, so that it must skip the update.
 
         Args:
-            start_centers: lets the centers start from the replicas.
+            start_centers: returns the operations that set the centers to the replicas.
         """
 
         def begin() -> tf.Tensor:
@@ -177,7 +178,7 @@ class SessionStartup:
             return tf.cond(self._first(), begin, _nothing)
 
     def _give(self) -> Assigned:
-        """Give all ranks the root's values."""
+        """Return the operations that give all ranks the root's values."""
         assigned = self._give_together(self._own, "start")
         assigned += [variable.assign(tf.zeros_like(variable)) for variable in self._unsent]
         free = on_host(lambda: [int(not self._getter.is_anothers(variable)) for variable in self._frozen], [])
@@ -207,12 +208,12 @@ def _nothing() -> tf.Tensor:
 
 @dataclass(frozen=True)
 class Startup:
-    """What a graph has to do before its first step; boolean scalars.
+    """The actions of a graph before its first step; boolean scalars.
 
     Attributes:
-        anew: the center becomes what the parameters are.
+        anew: the center is set to the parameters.
         given: all ranks take over the root's values.
-        replaced: this rank gets other parameters by that than it has gradients of.
+        replaced: the gradients of this rank belong to parameters that are replaced.
     """
 
     anew: tf.Tensor
@@ -223,15 +224,15 @@ class Startup:
 def begin_in_graph(
     synchronizer: VariableSynchronizer, turn: SessionTurn, center: tf.Tensor, replica: tf.Tensor
 ) -> Startup:
-    """Find out on all ranks who has what, as :meth:`ReplicaSynchronizer.begin`, when the graph of a session runs.
+    """Compare the values of all ranks when the graph of a session runs, as :meth:`ReplicaSynchronizer.begin` does.
 
-    State that was loaded shows by its local steps.
+    A rank has loaded a state if its local steps are not 0.
 
     Args:
-        synchronizer: of the exchanges.
-        turn: waits until all ranks begin with this one.
-        center: a number that is the same where the centers are, which may have been loaded.
-        replica: a number that is the same where the values are that gradients are of.
+        synchronizer: the synchronizer of this optimizer.
+        turn: waits until all ranks start with this optimizer.
+        center: digest of the centers, which may have been loaded.
+        replica: digest of the values for which there are gradients.
     """
 
     def begin_in_turn(center: np.ndarray, replica: np.ndarray) -> list[np.ndarray]:
@@ -259,29 +260,27 @@ def begin_in_graph(
 
 
 def _decide(synchronizer: VariableSynchronizer, found: Mapping[int, tuple[LoadStatus, bool]]) -> list[bool]:
-    """Return whether training starts anew, whether all take over the root's values, and whether others than its own
-    are new to this rank.
-    """
+    """Return the three fields of :class:`Startup`, given the status of each rank and whether it is in groups."""
     membership = synchronizer.membership
     standings = {rank: standing for rank, (standing, _) in found.items()}
     root, own = membership.global_root, membership.global_rank
-    start = decide(standings, root)  # The root brings the state of the local optimizer as well.
+    start = decide(standings, root)  # The root also sends the state of the local optimizer.
     most = max(standing.local_steps for standing in standings.values())
     averaging = any(in_groups for _, in_groups in found.values()) or most < (synchronizer.warmup.until or 0)
     different = len({standing.replica for standing in standings.values()}) > 1
     given = start is Start.FROM_ROOT or (start is Start.FROM_PARAMETERS and different)
     replaced = parameters_replaced(start, standings, own, root, averaging)
     if given and own == root:
-        logger.warning("The ranks have not started alike: all take over what rank %d has", root)
+        logger.warning("Ranks started with different values: all take over the values of rank %d", root)
     return [start is Start.FROM_PARAMETERS, given, replaced]
 
 
 def digest_of(tensors: Sequence[Any], chosen: Callable[[], Sequence[bool]] | None = None) -> tf.Tensor:
-    """Return a number that is the same where values are, to the bit; when the graph runs.
+    """Return a digest of values, computed when the graph runs; equal values have equal digests.
 
     Args:
         tensors: the values.
-        chosen: which of them count.
+        chosen: returns which of the values to include. None: all.
     """
 
     def digest(*values: tf.Tensor) -> tf.Tensor:
