@@ -1,6 +1,6 @@
 """Exit notices: a process tells the others, which may still wait for it, that it ends and why.
 
-Of ranks that fail together, one prints its traceback, and a summary of which ranks have ended with which errors.
+If several ranks fail together, one prints its traceback and a summary of which ranks ended with which errors.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _OTHERS = 3
 
 
 class Others(Protocol):
-    """The other ranks, as a process notifies them."""
+    """The interface through which a process notifies the other ranks."""
 
     def first_error(self, error: BaseException) -> str | None:
-        """Return why another rank ended before this error, if one did."""
+        """Return why another rank ended before this error; None if none did."""
 
     def is_first(self, text: str) -> bool:
-        """Report an error to the others; return whether this process has to print it, as no other has printed one."""
+        """Report an error to the others; return whether this process has to print it because no other has."""
 
     def summary(self, text: str) -> str | None:
         """Return which ranks ended with this error, and which with other errors; None if the job may go on."""
 
     def announce_exit(self, text: str) -> None:
-        """Tell all others that this process ends, and why."""
+        """Notify all others that this process ends, and why."""
 
 
 def prints_every_traceback() -> bool:
@@ -54,7 +54,7 @@ def send_exit_notices(others: Others) -> None:
     """Notify the others when this process ends, and why, if an error ends it.
 
     ``sys.excepthook`` is chained: the previous hook runs first. Python's own hook, which prints the traceback, runs on
-    only one of the ranks that fail; that is why an exit function, which could read ``sys.last_value``, does not do.
+    only one of the failing ranks; an exit function, which could read ``sys.last_value``, could not achieve this.
     Tests: ``test_failures.py::test_one_rank_prints_its_traceback`` and
     ``test_failures.py::test_a_hook_of_the_user_is_called_on_every_rank``.
 
@@ -103,7 +103,7 @@ def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackT
 
 
 class Failures:
-    """Errors of other ranks: of ranks that are about to end, and of ranks that have printed theirs and end."""
+    """Errors of other ranks that are about to end, before and after they have printed them."""
 
     def __init__(self) -> None:
         self._notices: dict[int, Datagram] = {}

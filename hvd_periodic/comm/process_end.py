@@ -1,8 +1,8 @@
-"""Ends a process at once: the only module that does.
+"""Ends a process at once; no other module does.
 
-Python's own end calls the exit functions of MPI and Horovod, which wait for all ranks, and so for ever where one is
-lost or stuck; from another thread than the main one nothing else ends a process whose main thread is in a library.
-Tests: ``test_waiting.py::test_who_holds_the_others_up_is_given_up_under_elastic_horovod``; of jobs, ``test_dying.py``.
+Python's normal exit calls the exit functions of MPI and Horovod, which wait forever if a rank is lost or stuck. From
+another thread, nothing else ends a process whose main thread is inside a library.
+Tests: ``test_waiting.py::test_who_holds_the_others_up_is_given_up_under_elastic_horovod``; for jobs, ``test_dying.py``.
 """
 
 import os
@@ -14,12 +14,12 @@ _HANGS = 10.0
 
 
 def end_now(status: int) -> NoReturn:
-    """End this process, without its exit functions; what was not flushed is lost."""
+    """End this process without running exit functions; unflushed output is lost."""
     os._exit(status)
 
 
 def end_soon() -> None:
-    """End this process if it still runs in a while."""
+    """End this process if it is still running after a while."""
     end = threading.Timer(_HANGS, end_now, [1])
     end.daemon = True
     end.start()

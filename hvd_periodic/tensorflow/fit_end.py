@@ -1,4 +1,4 @@
-"""The end of ``model.fit``: ranks exchange what was trained before Keras puts other values into the model."""
+"""The end of ``model.fit``: ranks exchange the trained values before Keras puts other values into the model."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class FitEnd:
                 "EarlyStopping(restore_best_weights=True) restores the center, and SwapEMAWeights(swap_on_epoch=True) "
                 "asks for moving averages: leave out one of the two arguments"
             )
-        for callback in self._swapping:  # In the last epoch it would overwrite the trained weights with the averages.
+        for callback in self._swapping:  # Its last epoch would overwrite the trained weights with the averages.
             callback.set_params({**callback.params, "epochs": callback.params.get("epochs", 1) + 1})
         self._centers: dict[int, list[Any]] = {}
         self._best: list[Any] | None = None
 
     def keep_best(self) -> None:
-        """Let EarlyStopping keep the center if it has just kept the replica; between two epochs."""
+        """Make EarlyStopping keep the center if it has just kept the replica; between two epochs."""
         found = [
             callback
             for callback in self._restoring
@@ -58,10 +58,10 @@ class FitEnd:
                 callback.best_weights = self._centers[id(callback)] = center
 
     def run(self) -> None:
-        """Exchange what was trained; then all ranks hold the center, and EarlyStopping the best center of the root."""
+        """Exchange the trained values, set the model to the center, and EarlyStopping to the root's best center."""
         self.keep_best()
         for callback in self._swapping:
-            callback.on_epoch_begin(0)  # The trained values return to the model.
+            callback.on_epoch_begin(0)  # This returns the trained values to the model.
         self._optimizer.finalize()
         shown = [
             variable for group in self._optimizer.synchronizer.tensor_groups for variable in group.values.tensors()
@@ -75,12 +75,12 @@ class FitEnd:
             callback.best_weights = self._best
 
     def restore(self) -> None:
-        """Let the model hold the best center if EarlyStopping restores it on the root."""
+        """Set the model to the best center if the root's EarlyStopping restores it."""
         if self._best is not None:
             self._model.set_weights(self._best)
 
     def _best_of_root(self, shown: Sequence[tf.Variable]) -> list[Any] | None:
-        """Return the weights that EarlyStopping of the root has kept; None if there are none."""
+        """Return the weights that the root's EarlyStopping has kept, or None."""
         mine = next((c.best_weights for c in reversed(self._restoring) if c.best_weights is not None), None)
         senders = self._optimizer.synchronizer.membership.broadcasters("best")
         if not _sent(senders, np.array([mine is not None], np.int32))[0]:
@@ -94,9 +94,9 @@ class FitEnd:
 
 
 def callbacks_of_fit(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
-    """Return all callbacks of the ``fit`` that calls this one, in their order; this one alone outside of ``fit``.
+    """Return all callbacks of the ``fit`` that calls this one, in order; only this one outside ``fit``.
 
-    Keras tells callbacks nothing of each other: the list is that of the ``CallbackList`` among the callers.
+    Keras does not tell a callback about the others; the list comes from the ``CallbackList`` among the callers.
     """
     lists = (each for each, *_ in running_methods() if isinstance(each, keras.callbacks.CallbackList))
     found = (list(each.callbacks) for each in lists if any(fellow is callback for fellow in each.callbacks))
@@ -115,7 +115,7 @@ def _restores(callback: keras.callbacks.Callback) -> bool:
 def _sent(senders: Sequence[Any], array: Any) -> Any:
     """Return the root's array."""
     value = tf.constant(array)
-    vector = tf.reshape(tf.cast(value, accumulation_dtype(value.dtype)), [-1])  # Horovod carries no others.
+    vector = tf.reshape(tf.cast(value, accumulation_dtype(value.dtype)), [-1])  # Horovod sends no other dtypes.
     for send in senders:
         vector = send(vector)
     return tf.cast(tf.reshape(vector, value.shape), value.dtype).numpy()

@@ -1,4 +1,4 @@
-"""A synchronizer whose steps and exchanges can be part of a compiled function."""
+"""A synchronizer whose steps and exchanges work inside compiled functions and TensorFlow 1 graphs."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ from hvd_periodic.vectors.store import Store
 
 
 class VariableSynchronizer(ReplicaSynchronizer[Any]):
-    """The synchronizer of the core with its counters in variables.
+    """The synchronizer of the core, with its counters in variables.
 
-    Outside of graphs it is the one of the core. In a compiled function, :meth:`step` counts and compares, and waits for
-    Python where an exchange is due. In a graph of TensorFlow 1, the exchange is a branch of the graph, and what ranks
-    tell each other before, some integers, is judged in Python.
+    Outside graphs it behaves like the core's. In a compiled function, :meth:`step` counts and compares, and waits for
+    Python when an exchange is due. In a TensorFlow 1 graph, a branch of the graph waits for Python, which exchanges.
 
     Args:
-        new_variable: makes the variables of the counters.
+        new_variable: creates the variables of the counters.
         replica: the variables of this rank.
         arguments, options: those of :class:`~hvd_periodic.sync.synchronizer.ReplicaSynchronizer`.
-        learning_rate: returns the learning rate of the local optimizer; also a tensor, of the graph that asks.
+        learning_rate: returns the learning rate of the local optimizer, as a number or a tensor of the current graph.
 
     Attributes:
-        after_exchange: called at the end of every step in which ranks have exchanged.
+        after_exchange: called at the end of every step with an exchange.
         watched: variables that ``after_exchange`` reads.
     """
 
@@ -74,7 +73,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         follower, self._share = self.exchanged.hyperparameters, None
         if isinstance(follower, FollowsRate) and not alone:
             follower.maximum = self._maximum
-        if self.exchanger.reads_together and not in_session():  # There, the root has all of it, or none.
+        if self.exchanger.reads_together and not in_session():  # In a session, a rank has the whole center or none.
             self._share = new_variable("share", (2,), tf.int64, np.array(self.place))
             self.handshake.checks.append(self._share_problem)
             self.center_reader.share_problem = self._share_problem
@@ -85,11 +84,11 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         return VariableProgress(self._new_variable, schedule, self._rate, self._values, self._lands)
 
     def join(self, communicator: Communicator, root: int, name: str) -> None:
-        """Be one of these ranks, and no longer of those before; communicates nothing.
+        """Join these ranks in place of the previous ones; does not communicate.
 
         Args:
             communicator: the ranks.
-            root: the one whose values all start from.
+            root: the rank from whose values all start.
             name: prefix of the names of collectives.
         """
         self.membership.join(communicator, root, name)
@@ -97,13 +96,13 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.on_joined()
 
     def on_joined(self) -> None:
-        """Take note that other variables may have come in the place of some; for subclasses."""
+        """React to variables that may have been replaced; for subclasses."""
 
     def on_arrival(self) -> None:
-        """Do what a rank without any step still has to do with the others; for subclasses."""
+        """Start training on a rank that has not taken a step; for subclasses."""
 
     def held(self) -> list[tf.Variable]:
-        """Return the variables that there are, notes last, in the order in which construction makes them."""
+        """Return the present variables in the order of construction, notes last."""
         groups, progress = self.tensor_groups, self.progress
         stores = [
             store
@@ -115,17 +114,17 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         return list({id(variable): variable for variable in found}.values())
 
     def rejoin(self, name: str) -> None:
-        """Be of the ranks that Horovod has now, with the variables that there are; communicates nothing.
+        """Join Horovod's present ranks, keeping the present variables; does not communicate.
 
-        Compiled steps stay: Python runs their exchanges, with the variables that there are. Where this rank holds
-        another part of the center, that has new variables, of zeros until they are given their values; but for a state
-        that was loaded before training began.
+        Compiled steps remain valid: Python runs their exchanges, with the present variables. If this rank now holds
+        another shard of the center, the shard gets new variables, which are zeros until their values are set, unless a
+        state was loaded before training began.
 
         Args:
             name: prefix of the names of collectives, the same on all ranks.
 
         Raises:
-            ValueError: hyper-parameters that make no sense for so many ranks.
+            ValueError: hyper-parameters that are invalid for this number of ranks.
         """
         communicator = self.membership.communicator.rebuild(TensorFlowCommunicator())
         self.algorithm.check(communicator.size)
@@ -141,12 +140,12 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             self.load_state_dict({**loaded, "center_optimizer": resharded(loaded["center_optimizer"], self)})
 
     def broadcast_from(self, source: int) -> None:
-        """Take over all that one rank has, see :meth:`broadcast`, which takes it from the root; then :meth:`begin`."""
+        """Take over the state of one rank, as :meth:`broadcast` does from the root; call :meth:`begin` afterwards."""
         self.startup.broadcast_from(source)
         self.startup.begun = False
 
     def begin(self, call_point: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
-        """Begin training, as in the core. In a graph of TensorFlow 1, ranks start by an operation of the session."""
+        """Begin training, as in the core; in a TensorFlow 1 graph, an operation of the session does."""
         if self.begun or in_session():
             return False
         with outside():
@@ -154,9 +153,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             return super().begin(call_point)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict()`` returned, as in the core.
+        """Restore a ``state_dict()``, as in the core.
 
-        Once training has begun, all ranks have to load, and find out at once who has what: no compiled step asks.
+        Once training has begun, all ranks have to load, and compare their states now: compiled steps do not.
         """
         begun = self.begun
         super().load_state_dict(state)
@@ -183,27 +182,27 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     @contextmanager
     def center(self) -> Iterator[None]:
-        """Hold the center variables inside the block; also steps that were compiled before are refused there.
+        """Hold the center in the variables inside the block, where steps raise, including steps compiled before.
 
         Raises:
-            RuntimeError: blocks are nested; or another rank's share of the center was loaded, on all ranks.
+            RuntimeError: blocks are nested; or another rank's shard of the center was loaded, on all ranks.
         """
         with super().center():
             yield
 
     @tf.autograph.experimental.do_not_convert
     def prepare_gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Show the local gradients to the algorithm, and apply what it returns; call it before every local update.
+        """Pass local gradients to the algorithm; return the gradients to apply. Call it before every local update.
 
-        EASGD with ρ > 0 adds its elastic term to them, AGN accumulates them, the others do nothing. Gradients may be
-        ``tf.IndexedSlices``; the elastic term is dense.
+        EASGD with ρ > 0 adds its elastic term, AGN accumulates the gradients, other algorithms do nothing. Gradients
+        may be ``tf.IndexedSlices``; the elastic term is dense.
 
         Args:
-            gradients: one per parameter, in their order; None for no gradient.
+            gradients: one per parameter, in the order of parameters; None for no gradient.
 
         Raises:
             RuntimeError: called inside ``center()``.
-            ValueError: another number of gradients than of parameters.
+            ValueError: the numbers of gradients and parameters differ.
         """
         parameters = len(self.replica.parameters.layout.specs)
         self.replica.gradients = list(gradients)
@@ -226,7 +225,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             Whether an exchange took place: a bool; in a graph, a boolean scalar.
 
         Raises:
-            RuntimeError: as the synchronizer of the core; in a graph, a ``tf.errors.OpError`` that cites it.
+            RuntimeError: as in the core; in a graph, a ``tf.errors.OpError`` that cites it.
             ValueError: XLA compilation.
         """
         if tf.executing_eagerly():
@@ -238,7 +237,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         refuse_xla()
         self.center_reader.require_outside_center_block("step")
         self.gradients.check(updated is not False)
-        self.begin()  # What is being compiled has not run yet.
+        self.begin()  # The step being compiled has not run yet.
         due = self.count(updated)
         restart, exchange = self._in_python(self.restart_center), apart(self._in_python(self._exchange_or_land))
         if self.warmup.until is not None:
@@ -257,24 +256,24 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             return self.progress.count(updated)
 
     def steps_to_switch(self) -> tf.Tensor:
-        """Return for how many local steps gradients will still be averaged over the ranks that exchange, in a graph."""
+        """Return, in a graph, for how many more local steps gradients are averaged over the ranks that exchange."""
         return self.progress.steps_to(self.warmup.until or 0)
 
     def _in_python(self, run: Callable[[], object]) -> Callable[[], tf.Tensor]:
-        """Return a function that lets a graph wait for Python, and returns True."""
+        """Return a function with which a graph runs Python code and waits for it; it returns True."""
         if self.membership.communicator.elastic:
             run = as_elastic_jobs_heed(run)
         return hosted(run, self.replica.values, *self._hosted_variables())
 
     def _exchange_or_land(self) -> None:
-        """Exchange, or let the replica take an exchange that is in flight, for a compiled step."""
+        """Exchange, or apply the exchange in flight to the replica, for a compiled step."""
         if self.progress.is_due:
             self._exchange_now()
         else:
             self.land()
 
     def _exchange_now(self) -> None:
-        """Exchange, for a compiled step, with the ranks that there are now."""
+        """Exchange with the present ranks, for a compiled step."""
         self.membership.require_same_ranks()
         self.center_reader.require_outside_center_block("step")
         self.exchanger.exchange()
@@ -283,16 +282,16 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             self.after_exchange()
 
     def seen(self) -> list[tf.Variable]:
-        """Return the variables that steps use, and exchanges or :attr:`after_exchange` may read or assign."""
+        """Return the variables of steps that exchanges or :attr:`after_exchange` may read or assign."""
         stores, others, _ = self._hosted_variables()
         found = [*(variable for store in stores for variable in store.tensors()), *others]
         return list({id(variable): variable for variable in found}.values())
 
     def stores(self, of_center: bool = True) -> list[Store[Any]]:
-        """Return all variables that exchanges read or write, but for those of local and outer optimizers.
+        """Return all variables that exchanges read or write, except the variables of local and outer optimizers.
 
         Args:
-            of_center: also the center, and what else depends on the number of ranks.
+            of_center: whether to include the center and other variables that depend on the number of ranks.
         """
         found = [self.progress.store()]
         for group in self.tensor_groups:
@@ -303,9 +302,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         return list({id(store): store for store in found}.values())
 
     def _hosted_variables(self) -> tuple[list[Store[Any]], list[tf.Variable], list[Store[Any]]]:
-        """Return the stores that an exchange of a compiled step reads and writes, and variables besides.
+        """Return ``stores``, ``others`` and ``lent`` of :func:`hosted` for an exchange of a compiled step.
 
-        Where ranks may change, the center may have other variables then, and is read and assigned by Python itself.
+        In an elastic job, the variables of the center may be replaced later, so Python reads and assigns them directly.
         """
         replica, lent = self.replica, list[Store[Any]]()
         whole = not self.membership.communicator.elastic
@@ -326,17 +325,17 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         return [counters, *{id(store): store for store in stores}.values()], others, lent
 
     def _maximum(self, value: Any) -> Any:
-        """Return the largest value of all ranks, of a scalar."""
+        """Return the maximum of a scalar over all ranks."""
         name = f"{self.membership.name}.maximum.{value.dtype.name}"
         return self.membership.communicator.allreduce(tf.reshape(value, [1]), name, op="max")()[0]
 
     @property
     def place(self) -> list[int]:
-        """Which rank this is, of how many that exchange."""
+        """This rank's number, and the number of ranks that exchange."""
         return [self.membership.communicator.rank, self.membership.communicator.size]
 
     def _share_problem(self) -> str | None:
-        """Return what is wrong if another rank's share of the center was loaded, which may have the same shape."""
+        """Return an error text if another rank's shard of the center was loaded, which may have the same shape."""
         if self._share is None or (saved := self._share.numpy().tolist()) == self.place:
             return None
         return (
@@ -346,13 +345,13 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
 
 def apart(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Return what a branch of a graph runs as one call: operations of a branch that is not taken cost time, each."""
+    """Return a function that a branch runs as one call: each operation of a branch not taken would cost time."""
     called: Callable[[], Any] = tf.function(run, autograph=False, experimental_attributes={"_noinline": True})
     return called
 
 
 def refuse_xla() -> None:
-    """Raise where XLA compiles: it knows no Horovod collectives."""
+    """Raise a ValueError if XLA compiles, since it has no Horovod collectives."""
     if compiles_with_xla():
         raise ValueError(
             "Exchanges cannot be compiled by XLA, which has no Horovod collectives: pass jit_compile=False to "

@@ -30,26 +30,26 @@ from hvd_periodic.tensorflow.stage import Stage
 from hvd_periodic.wires import as_wire
 
 _CENTER_OPTIMIZER = "center_optimizer."
-"""Begins the names under which its variables are saved."""
+"""Prefix of the names under which the variables of the center's optimizer are saved."""
 
 
 class _OptimizerSynchronizer(VariableSynchronizer):
-    """The synchronizer of an optimizer, which goes on in its life with it."""
+    """The synchronizer of an optimizer; it advances the stage of the optimizer."""
 
     def __init__(self, lifecycle: ExchangeLifecycle, *arguments: Any, **options: Any) -> None:
         self._lifecycle = lifecycle
         super().__init__(*arguments, **options)
 
     def on_arrival(self) -> None:
-        """Open the optimizer, if no step has."""
+        """Open the optimizer, unless a step has."""
         self._lifecycle.open()
 
     def on_joined(self) -> None:
-        """Let the optimizer have the variables that there are now."""
+        """List the present variables in the optimizer."""
         self._lifecycle.on_joined()
 
     def rejoin(self, name: str) -> None:
-        """Be of the ranks that Horovod has now, which start without the optimizer."""
+        """Join Horovod's present ranks; these start without the optimizer."""
         super().rejoin(name)
         self._lifecycle.optimizer.stage = Stage.OPEN
 
@@ -60,12 +60,12 @@ class ExchangeLifecycle:
     Args:
         optimizer: a ``PeriodicOptimizer``; it gets as far as ``BUILDING`` by itself.
         binding: its ranks.
-        spec: what was asked for.
+        spec: its checked arguments.
 
     Attributes:
-        model: returns the model, if there is one.
-        prepare: makes of gradients what the local update is given; there is one with the synchronizer.
-        saved: what the file of the model holds of the exchanges.
+        model: returns the model, or None.
+        prepare: prepares gradients for the local update; set together with the synchronizer.
+        saved: the exchange state in the file of the model.
     """
 
     prepare: GradientPreparation
@@ -92,7 +92,7 @@ class ExchangeLifecycle:
         return self._synchronizer
 
     def attach(self, model: keras.Model | None, process_set: Any, distributed: Any) -> None:
-        """Take over what no file holds, see ``PeriodicOptimizer.attach``."""
+        """Accept objects that no file holds, see ``PeriodicOptimizer.attach``."""
         if self.optimizer.stage >= Stage.CREATED:
             raise RuntimeError("attach() has to come before the first use of the optimizer")
         if model is not None:
@@ -102,20 +102,20 @@ class ExchangeLifecycle:
         self.create_loaded()
 
     def on_built(self) -> None:
-        """Go on with an optimizer whose variables are there: start, if all ranks are about to."""
+        """Continue with an optimizer that is built: start it, unless its ranks meet at the first step."""
         self.optimizer.stage = Stage.BUILT
         if not self.binding.waits:
             self.optimizer.start()
-        elif not self.binding.loaded:  # That of a file does not know its model yet.
+        elif not self.binding.loaded:  # A loaded optimizer does not know its model yet.
             self.create()
 
     def create_loaded(self) -> None:
-        """Make the synchronizer of an optimizer that was loaded, if it is built."""
+        """Create the synchronizer of a loaded optimizer, if the optimizer is built."""
         if self.binding.loaded and self.optimizer.built:
             self.create()
 
     def create(self) -> None:
-        """Make the variables of the exchanges, if they are not there, and give them what was saved."""
+        """Create the synchronizer and its variables, unless they exist, and restore saved values."""
         if self.optimizer.stage >= Stage.CREATED:
             return
         spec, options, binding = self.spec, self.spec.options, self.binding
@@ -124,7 +124,7 @@ class ExchangeLifecycle:
         ranks, root = binding.communicator, 0
         sums = as_wire(options["compression"]).forms_sums(ranks, False)
         if spec.asynchronous or options["center"] != "replicated" or sums:
-            ranks = binding.ranks_of_file()  # What this rank holds of the center or sums has to be known.
+            ranks = binding.ranks_of_file()  # This rank's part of the center or sums has to be known.
             root = ranks.rank_of(options["root_rank"])
         center, values, local = spec.center, replica.values, innermost(spec.optimizer)
         moving = None if center is None else VariableOuterOptimizer(center, named.parameters, values)
@@ -158,7 +158,7 @@ class ExchangeLifecycle:
         self.saved.settle(synchronizer)
 
     def start(self) -> None:
-        """Let all ranks agree and start from the root's values, or go on from where they were saved.
+        """Check that all ranks agree, and start from the root's values or from the saved state.
 
         Raises:
             ValueError: ranks disagree; on all of them.
@@ -166,7 +166,7 @@ class ExchangeLifecycle:
         binding = self.binding
         if binding.waits:
             binding.connect()
-            build_on_all(binding.communicator, binding.name, lambda: None)  # where new ones check arguments
+            build_on_all(binding.communicator, binding.name, lambda: None)  # as new optimizers check arguments
         ranks = binding.communicator
 
         def check() -> None:
@@ -183,18 +183,18 @@ class ExchangeLifecycle:
         self.optimizer.stage = Stage.STARTED
 
     def open(self, variables: Sequence[Any] = ()) -> bool:
-        """Start, and take over what was loaded since; all ranks together, at the first step or in ``finalize()``.
+        """Start, and take over states loaded since; collective, at the first step or in ``finalize()``.
 
         Args:
-            variables: of which the step is, if it is one.
+            variables: the variables of the step; empty in ``finalize()``.
 
         Returns:
-            Whether the gradients of an eager step, which are there already, are of values that this rank, or one that
-            averages gradients with it, had before.
+            Whether the gradients of an eager step, computed before this call, belong to replaced values of this rank or
+            of a rank that averages gradients with it.
 
         Raises:
-            ValueError: a step that is being compiled holds what layers derived from other weights; on the others their
-                next exchange says so.
+            ValueError: the step being compiled holds values that layers derived from replaced weights; other ranks
+                report this at their next exchange.
         """
         if self.optimizer.stage is Stage.OPEN:
             return False
@@ -211,9 +211,9 @@ class ExchangeLifecycle:
             changed = any((native(v).numpy() != old).any() for v, old in zip(variables, before, strict=False))
             replaced |= self.binding.any_in_group(changed)
             stale = not eager and derived != synchronizer.replica.derived_from()
-            if stale:  # The others hear of it where they meet next.
+            if stale:  # The next handshake reports it to the other ranks.
                 synchronizer.handshake.fatal_error = (
-                    "Layers of this rank were adapted otherwise than those of the root, whose weights all have taken "
+                    "Layers of this rank were adapted differently from the root's, whose weights all ranks have taken "
                     "over, and the step that is being compiled has the old values: call optimizer.build("
                     "model.trainable_variables) on all ranks after layers are adapted, and before training"
                 )
@@ -223,7 +223,7 @@ class ExchangeLifecycle:
             return replaced and eager
 
     def _forget_sums_of_others(self) -> None:
-        """Forget what is left of sums where another rank has left it, and a file or a broadcast has brought it here."""
+        """Reset the residual of sums if it is another rank's, brought here by a file or a broadcast."""
         marked = self.saved.variables.variables.get(SUMS_OF)
         if marked is not None and native(marked).numpy().tolist() != self.synchronizer.place:
             self.synchronizer.tensor_groups.parameters.error_feedback.reset_second_hop()
@@ -233,18 +233,18 @@ class ExchangeLifecycle:
         """Save the state of the exchanges with the model, see :meth:`SavedExchanges.write`."""
         marked, stage = self.saved.variables.variables.get(SUMS_OF), self.optimizer.stage
         if marked is not None and stage is Stage.OPEN:
-            marked.assign(self.synchronizer.place)  # A broadcast after the first step has brought that of another rank.
+            marked.assign(self.synchronizer.place)  # A broadcast after the first step may have overwritten it.
         synchronizer = self._synchronizer if stage >= Stage.CREATED else None
         self.saved.write(store, synchronizer, stage >= Stage.STARTED)
 
     def read(self, store: Any, reader: str) -> None:
-        """Take over what :meth:`write` wrote, now or when the variables are there, see :meth:`SavedExchanges.read`."""
+        """Restore what :meth:`write` saved, now or once the variables exist, see :meth:`SavedExchanges.read`."""
         if self.saved.read(store, reader) and self.optimizer.stage >= Stage.CREATED:
-            self.synchronizer.exchanger.discard()  # It would move the center that is loaded.
+            self.synchronizer.exchanger.discard()  # It would move the loaded center.
             self.saved.settle(self.synchronizer)
 
     def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
-        """Make a variable of the optimizer that is saved under its name."""
+        """Create a variable of the optimizer, which is saved under ``name``."""
         options = {"shape": tuple(shape), "dtype": dtype.name, "name": name}
         variable = self.optimizer.add_variable(initializer=keras.initializers.Constant(initial_value), **options)
         self._made.append(variable)
@@ -252,7 +252,7 @@ class ExchangeLifecycle:
         return native(variable)
 
     def on_joined(self) -> None:
-        """Let the optimizer have the variables that there are now, in the order of one that is new."""
+        """List the present variables in the optimizer, in the order that a new optimizer would have."""
         self._name_center_optimizer()
         named = self.saved.variables
         named.later |= {name for name in named.variables if depends_on_wire(name)}
@@ -265,7 +265,7 @@ class ExchangeLifecycle:
             self._made = left
 
     def _name_center_optimizer(self) -> None:
-        """Let the variables of the center's optimizer be saved under their names."""
+        """Register the variables of the center's optimizer to be saved, each under its name."""
         center, saved = self.spec.center, self.saved.variables.variables
         if center is None or self.spec.asynchronous:
             return

@@ -1,4 +1,4 @@
-"""Keras optimizers whose ranks exchange now and then."""
+"""Keras optimizers with periodic exchange."""
 
 from __future__ import annotations
 
@@ -30,32 +30,33 @@ from hvd_periodic.tensorflow.stage import Stage
 
 @keras.saving.register_keras_serializable("hvd_periodic")
 class PeriodicOptimizer(ForwardedSettings):
-    """Any Keras optimizer, with periodic exchange by any algorithm and schedule.
+    """Any Keras optimizer with periodic exchange, with any algorithm and schedule.
 
     It is an optimizer itself: ``model.compile`` takes it, and ``apply_gradients`` works in an eager loop and in a
-    ``tf.function``, whose steps wait for Python where an exchange is due. Learning rate, iterations, loss scale,
-    clipping, weight decay and moving averages are those of the wrapped one, also where they are set here.
+    ``tf.function``, whose steps wait for Python when an exchange is due. Learning rate, iterations, loss scale,
+    clipping, weight decay and moving averages are read from the wrapped optimizer, and set on it.
 
-    Copies are unused optimizers of the same arguments, but of no model. Those of ``copy`` exchange with the same ranks;
-    those of ``pickle`` are told of them, as loaded ones are. They write none of the files that the original writes.
+    Copies are unused optimizers with the same arguments, but without a model. A ``copy`` exchanges with the same ranks;
+    an unpickled optimizer gets its ranks from :meth:`attach`, like a loaded one. Copies do not write the files that the
+    original writes.
 
     Args:
-        optimizer: the local optimizer; also an ``hvd.DistributedOptimizer``, whose averaging of gradients is then done
-            before each local step, or another optimizer of this package.
-        model: the model, for its batch-norm statistics and frozen weights; without it, ranks exchange the variables
-            that the optimizer is built on, and nothing else.
+        optimizer: the local optimizer; also an ``hvd.DistributedOptimizer``, which then averages gradients before each
+            local step, or another optimizer of this package.
+        model: the model, for its batch-norm statistics and frozen weights; without it, ranks exchange only the
+            variables that the optimizer is built on.
         algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
         period: local steps between exchanges, or a schedule.
-        outer_optimizer: for algorithms that optimize the center: an unused Keras optimizer. Default: a copy of
+        outer_optimizer: an unused Keras optimizer, for algorithms that optimize the center. Default: a copy of
             ``optimizer``, with its learning rate at the time of the exchange.
         asynchronous: exchange without waiting for other ranks, as in :class:`~hvd_periodic.tensorflow.Synchronizer`.
         options: those of :class:`~hvd_periodic.options.Options` and
             :class:`~hvd_periodic.tensorflow.options.KerasOptions`; the signature has their defaults.
 
     Attributes:
-        inner: the wrapped optimizer; of an ``hvd.DistributedOptimizer``, the one that it was made of. In Keras itself
-            and in its files, its name is ``inner_optimizer``.
-        fit_end: the end of ``fit`` that the callback ``FinalizeAtEnd`` has prepared, if it is there.
+        inner: the wrapped optimizer; for an ``hvd.DistributedOptimizer``, the optimizer from which it was made. Keras
+            and its files call it ``inner_optimizer``.
+        fit_end: the end of ``fit`` that the callback ``FinalizeAtEnd`` has prepared; None without the callback.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree; on every rank.
@@ -63,7 +64,7 @@ class PeriodicOptimizer(ForwardedSettings):
     """
 
     _spelling: ClassVar[Mapping[str, str]] = {}
-    """What a named constructor calls classes and arguments of the core."""
+    """Names that a named constructor uses for classes and arguments of the core."""
     _outer_key: ClassVar[str] = "outer_optimizer"
     """Key of the center's optimizer in configurations, and so in files."""
     fit_end: FitEnd | None = None
@@ -115,13 +116,13 @@ class PeriodicOptimizer(ForwardedSettings):
         """Counters, ``sync()``, ``finalize()`` and ``state_dict()`` of the exchanges.
 
         Raises:
-            RuntimeError: the optimizer is not built yet; or was loaded, and neither attached nor used yet.
+            RuntimeError: the optimizer is not built yet; or it was loaded and not attached or used yet.
         """
         return self._lifecycle.synchronizer
 
     @property
     def gradient_group(self) -> TensorFlowCommunicator | None:
-        """The ranks whose gradients an ``hvd.DistributedOptimizer`` inside averages, if there is one."""
+        """The ranks whose gradients an ``hvd.DistributedOptimizer`` inside averages; None without one."""
         return self._lifecycle.binding.gradient_group or gradient_group_inside(self.inner_optimizer)
 
     @property
@@ -144,7 +145,7 @@ class PeriodicOptimizer(ForwardedSettings):
         return self.synchronizer.center()
 
     def finalize(self) -> None:
-        """Leave training on every level: of optimizers inside first, then here; see ``synchronizer.finalize()``."""
+        """Leave training on every level, optimizers inside first; see ``synchronizer.finalize()``."""
         self._leave_inside()
         self.synchronizer.finalize()
 
@@ -154,9 +155,10 @@ class PeriodicOptimizer(ForwardedSettings):
             self.inner_optimizer.synchronizer.leave()
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """Leave training; then set the final values of the wrapped optimizer: the mean of all ranks' moving averages.
+        """Leave training if required, then set the variables to the final values of the wrapped optimizer.
 
-        ``fit`` calls this after the last epoch. If the wrapped optimizer has ``use_ema=True``, all ranks have to.
+        ``fit`` calls this after the last epoch. It leaves training with the callback ``FinalizeAtEnd`` or with
+        ``use_ema=True``, where the final values are the mean of all ranks' moving averages; then all ranks call it.
         """
         end, self.fit_end = self.fit_end, None
         averages = any(each.use_ema for each in optimizers_inside(self))
@@ -169,7 +171,7 @@ class PeriodicOptimizer(ForwardedSettings):
             self._average(var_list)
 
     def _average(self, variables: Sequence[Any]) -> None:
-        """Set variables to their mean over all ranks: of optimizers inside first, then of this one."""
+        """Set variables to their mean over ranks: over the ranks of optimizers inside, then of this one."""
         if isinstance(self.inner_optimizer, PeriodicOptimizer):
             self.inner_optimizer._average(variables)
         average_among(self.synchronizer.membership, variables)
@@ -180,25 +182,25 @@ class PeriodicOptimizer(ForwardedSettings):
         process_set: Any = None,
         distributed: keras.optimizers.Optimizer | None = None,
     ) -> None:
-        """Give the optimizer of a loaded model what no file holds; before its first use. Nothing is communicated.
+        """Give the optimizer of a loaded model the objects that no file holds; before its first use, locally.
 
         Args:
-            model: the model, if one was given at construction, so that its statistics go on to be averaged.
-            process_set: the ranks that exchange, if not all do.
-            distributed: an ``hvd.DistributedOptimizer`` of any optimizer, if one was inside; its averaging of gradients
-                is all that is used of it.
+            model: the model, if one was given at construction, so that exchanges continue to average its statistics.
+            process_set: the ranks that exchange, if not all ranks do.
+            distributed: an ``hvd.DistributedOptimizer`` around any optimizer, if one was inside; only its averaging of
+                gradients is used.
 
         Raises:
             RuntimeError: the optimizer is in use.
-            TypeError: ``distributed`` is none.
-            ValueError: the saved state is not that of this model.
+            TypeError: ``distributed`` is not an ``hvd.DistributedOptimizer``.
+            ValueError: the saved state belongs to another model.
         """
         self._lifecycle.attach(model, process_set, distributed)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create all state for these variables and, on all ranks together, start from the root's values.
 
-        The optimizer of a loaded model starts at its first step instead, from where it was saved.
+        The optimizer of a loaded model starts at its first step instead, from the saved state.
 
         Raises:
             TypeError, ValueError, RuntimeError: variables that cannot be exchanged, or ranks that disagree.
@@ -215,9 +217,9 @@ class PeriodicOptimizer(ForwardedSettings):
             self._lifecycle.on_built()
 
     def start(self) -> None:
-        """Let all ranks agree and start from the root's values, or go on from where they were saved, if not yet done.
+        """Check that all ranks agree, and start from the root's values or the saved state, unless started already.
 
-        Building a new optimizer does this, and the first step of one that was loaded. All ranks have to call it.
+        Building a new optimizer calls this, as does the first step of a loaded one. All ranks have to call it.
 
         Raises:
             RuntimeError: the optimizer is not built.
@@ -234,14 +236,14 @@ class PeriodicOptimizer(ForwardedSettings):
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Take one local step, and exchange if one is due.
 
-        Where a ``LossScaleOptimizer`` inside skips the update, on this rank alone, the iteration counts all the same.
+        If a ``LossScaleOptimizer`` inside skips the update on this rank only, the iteration still counts.
 
         Args:
             grads: gradients, as tensors or ``tf.IndexedSlices``; None for no gradient.
-            trainable_variables: what they are gradients of. Default: what the optimizer was built on.
+            trainable_variables: the variables of the gradients. Default: the variables that the optimizer was built on.
 
         Raises:
-            RuntimeError: called inside ``center()``; or what an exchange raises, in a ``tf.function`` as a
+            RuntimeError: called inside ``center()``; or an error of an exchange, in a ``tf.function`` as a
                 ``tf.errors.OpError``.
             ValueError: unknown variables, or XLA compilation.
         """
@@ -267,9 +269,9 @@ class PeriodicOptimizer(ForwardedSettings):
         self.synchronizer.step(updated)
 
     def skip(self) -> None:
-        """Count an iteration without update, in place of applying gradients, in an eager loop.
+        """Count an iteration without an update, instead of applying gradients, in an eager loop.
 
-        Ranks exchange at the same iterations: where one passes over a batch, and the others do not, it has to count.
+        Ranks exchange at the same iterations, so a rank that skips a batch that others use has to count it.
 
         Raises:
             RuntimeError: called inside ``center()``; the optimizer is not built.
@@ -280,7 +282,7 @@ class PeriodicOptimizer(ForwardedSettings):
         self._count_skipped()
 
     def _count_skipped(self) -> None:
-        """Count an iteration without update, on every level."""
+        """Count an iteration without an update, on every level."""
         if isinstance(self.inner_optimizer, PeriodicOptimizer):
             self.inner_optimizer.skip()
         self.synchronizer.step(updated=False)
@@ -291,13 +293,13 @@ class PeriodicOptimizer(ForwardedSettings):
         return self.iterations
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments of the constructor as plain values; not model and process set, see :meth:`attach`."""
+        """Return the constructor's arguments as plain values, without model and process set; see :meth:`attach`."""
         own = {"algorithm": encode(self._algorithm), "period": encode(self._schedule)}
         return self._common_config() | own | {"asynchronous": self._lifecycle.spec.asynchronous}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Return the optimizer of a loaded model; it communicates from its first step on."""
+        """Return the optimizer of a loaded model, which communicates only from its first step on."""
         with keras.saving.custom_object_scope(custom_objects or {}):
             own = {key: decode(value) for key, value in config.items() if key not in RANKS}
         if "center_optimizer" in own:
@@ -324,20 +326,20 @@ class PeriodicOptimizer(ForwardedSettings):
         return self.__deepcopy__({})
 
     def save_own_variables(self, store: Any) -> None:
-        """Save the state of exchanges, by name; the wrapped optimizer is saved beside it."""
+        """Save the exchange state by name; Keras saves the wrapped optimizer separately."""
         self._lifecycle.write(store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Take over what :meth:`save_own_variables` wrote, now or when the variables are there."""
+        """Restore what :meth:`save_own_variables` wrote, now or once the variables exist."""
         self._lifecycle.read(store, type(self).__name__)
 
     def _common_config(self) -> dict[str, Any]:
-        """Return what all named constructors have among their arguments."""
+        """Return the arguments that all named constructors share."""
         return self._lifecycle.spec.config(self._outer_key) | self._lifecycle.binding.config() | {"name": self.name}
 
 
 def _without_files(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration of which no optimizer writes a file, nor one inside of it."""
+    """Return a configuration in which neither the optimizer nor any inside it writes files."""
     inside = config.get("optimizer")
     inner = {} if inside is None else {"optimizer": {**inside, "config": _without_files(inside["config"])}}
     return {**config, **inner, **{key: none for key, none in _NO_FILES.items() if key in config}}

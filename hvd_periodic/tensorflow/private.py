@@ -1,7 +1,7 @@
-"""Names of TensorFlow and Keras that are not public: the only module that uses them, but for those of TensorFlow 1.
+"""Private names of TensorFlow and Keras: no other module uses them, except private names of TensorFlow 1.
 
-Every function says why nothing public serves. ``tests/unit/test_tensorflow_private.py`` asks each of them for what it
-is there for, and fails where an upgrade has changed that. Names of Horovod are in ``gradient_averaging.py``.
+Every function says why no public name suffices. ``tests/unit/test_tensorflow_private.py`` checks the purpose of each
+function, and fails if an upgrade has changed it. Private names of Horovod are in ``gradient_averaging.py``.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from tensorflow.python.ops.variables import default_variable_creator_v2
 
 
 def create_variable(**options: Any) -> tf.Variable:
-    """Make a variable past all creators: that of a function that is compiled again refuses to make any."""
+    """Create a variable without variable creators: a function being compiled again has one that refuses."""
     return default_variable_creator_v2(**options)
 
 
 def compiles_with_xla() -> bool:
-    """Return whether XLA compiles the function that is being traced: it would fail later, of unknown operations."""
+    """Return whether XLA compiles the function being traced; it would fail later, at unknown operations."""
     return not tf.executing_eagerly() and bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 def eager() -> AbstractContextManager[None]:
-    """Return a ``with`` block in which operations run at once, also where a program has disabled eager execution.
+    """Return a ``with`` block in which operations run at once, even if the program has disabled eager execution.
 
-    There, a thread that Python code of a graph runs in, or starts, would add operations to a graph; ``tf.init_scope``
-    does not leave that graph.
+    In such a program, threads that run Python code of a graph, and threads that these start, would add operations to a
+    graph, which ``tf.init_scope`` does not leave.
     """
     block: AbstractContextManager[None] = tf.__internal__.eager_context.eager_mode()
     return block
 
 
 def list_variables(optimizer: keras.optimizers.Optimizer, old: Sequence[Any], new: Sequence[Any]) -> None:
-    """Let variables of an optimizer be others, at the end of its list: Keras knows only how to add some.
+    """Replace the variables ``old`` of an optimizer by ``new``, at the end of its list: Keras can only add variables.
 
-    The list is another one: of one from which something was taken, TensorFlow saves no checkpoint.
+    This makes a new list: TensorFlow saves no checkpoint of a list from which an element was removed.
     """
     gone = set(map(id, old))
     tracker, kept = optimizer._tracker, [variable for variable in optimizer._variables if id(variable) not in gone]
@@ -51,34 +51,34 @@ def list_variables(optimizer: keras.optimizers.Optimizer, old: Sequence[Any], ne
 
 
 def track(owner: Any, part: Any, name: str) -> None:
-    """Let checkpoints of TensorFlow hold a part of an object; as an attribute, files of Keras would hold it as well."""
+    """Add a part of an object to TensorFlow checkpoints; an attribute would add it to Keras files as well."""
     owner._track_trackable(part, name, overwrite=True)
 
 
 def all_layers(model: keras.Model) -> list[Any]:
-    """Return the model and all its layers, at any depth: ``model.layers`` has only those directly inside."""
+    """Return the model and all its layers at any depth: ``model.layers`` has only the first level."""
     return list(model._flatten_layers())
 
 
 def made_untrainable(layer: Any) -> Sequence[Any]:
-    """Return what a layer itself has made as not trainable: ``non_trainable_variables`` has frozen weights as well."""
+    """Return variables that a layer created as non-trainable: ``non_trainable_variables`` includes frozen weights."""
     found: Sequence[Any] = getattr(layer, "_non_trainable_variables", ())
     return found
 
 
 def decays(optimizer: keras.optimizers.Optimizer, variable: Any) -> bool:
-    """Return whether an optimizer lets a variable decay: ``exclude_from_weight_decay`` can only be told."""
+    """Return whether an optimizer decays a variable: ``exclude_from_weight_decay`` only sets this."""
     return bool(optimizer._use_weight_decay(variable))
 
 
 def exclude_same_names(optimizer: keras.optimizers.Optimizer, other: keras.optimizers.Optimizer) -> None:
-    """Let an unused optimizer spare its weight decay the names that another does, which no configuration holds."""
+    """Exclude the names from weight decay that ``other`` excludes; a configuration does not hold them."""
     pattern = getattr(other, "_exclude_from_weight_decay_pattern", None)
     if pattern is not None:
         optimizer._exclude_from_weight_decay_pattern = pattern
 
 
 def built_on(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:
-    """Return the variables that an optimizer was built on, in whose order it has its own."""
+    """Return the variables that an optimizer was built on, which give the order of its own variables."""
     found: Sequence[Any] = optimizer._trainable_variables
     return found

@@ -19,29 +19,29 @@ from hvd_periodic.tensorflow.gradient_averaging import GradientAverage, is_distr
 T = TypeVar("T")
 
 RANKS = ("process_set", "averaged")
-"""What a configuration says of them: which exchanged, and whose gradients were averaged inside."""
+"""Keys of a configuration: the ranks that exchanged, and the ranks whose gradients were averaged inside."""
 
 
 class UnboundRanks(LocalCommunicator):
-    """Stand in for the ranks of a loaded optimizer until it is trained: loading and evaluating do not communicate."""
+    """Replaces the ranks of a loaded optimizer until it is trained: loading and evaluating do not communicate."""
 
     sums = HorovodCommunicator.sums
 
 
 class RankBinding:
-    """The ranks that exchange, and those whose gradients are averaged inside.
+    """The ranks that exchange, and the ranks whose gradients are averaged inside.
 
-    A saved configuration only says which they were. A loaded optimizer is told by :meth:`attach`, and connected at its
-    first step.
+    A saved configuration only tells which ranks they were. :meth:`attach` gives a loaded optimizer its ranks, and its
+    first step connects it to them.
 
     Args:
-        process_set: the ranks that exchange, as the user has given them; :class:`UnboundRanks` for a loaded one.
-        timeout_seconds: for which they wait for each other.
+        process_set: the ranks that exchange, as passed by the user; :class:`UnboundRanks` for a loaded optimizer.
+        timeout_seconds: longest time that ranks wait for each other.
 
     Attributes:
         loaded: whether the optimizer was loaded.
-        waits: whether its ranks meet at the first step, and not at construction: it was loaded, or under elastic
-            Horovod, where some of them may have been constructed long before.
+        waits: whether ranks meet at the first step instead of at construction: the optimizer was loaded, or the job is
+            elastic, where other ranks may have constructed theirs long before.
         communicator: the ranks that exchange.
         name: prefix of the names of their collectives.
         average: how an ``hvd.DistributedOptimizer`` inside averages gradients, if there is one.
@@ -59,11 +59,11 @@ class RankBinding:
 
     @property
     def gradient_group(self) -> TensorFlowCommunicator | None:
-        """The ranks whose gradients are averaged, if there are any."""
+        """The ranks whose gradients are averaged; None if there are none."""
         return None if self.average is None else self.average.communicator
 
     def config(self) -> dict[str, list[int] | None]:
-        """Return which ranks these are, by number, as :meth:`remember` takes it."""
+        """Return the numbers of the ranks, for :meth:`remember`."""
         given: Any = self._process_set
         numbered = given is not None and not isinstance(given, Communicator)
         process_set = sorted(self._ranks_of(given)) if numbered else self._saved["process_set"]
@@ -71,20 +71,20 @@ class RankBinding:
         return {"process_set": process_set, "averaged": averaged}
 
     def _ranks_of(self, process_set: Any) -> Iterable[int]:
-        """Return the ranks that a process set has, or a function says; after ``hvd.shutdown()``, what it has said."""
+        """Return the ranks of a process set or function; after ``hvd.shutdown()``, the function's earlier result."""
         if not isfunction(process_set):
             return cast(Iterable[int], process_set.ranks)
         return cast(Iterable[int], process_set()) if hvd.is_initialized() else self.communicator.global_ranks
 
     def remember(self, config: Mapping[str, Any]) -> None:
-        """Take note of the ranks that a saved optimizer had."""
+        """Store the ranks that a saved optimizer had."""
         self._saved = {key: config.get(key) for key in self._saved}
 
     def attach(self, process_set: Any, distributed: Any) -> None:
-        """Take over what is given, see ``PeriodicOptimizer.attach``.
+        """Set the given ranks, see ``PeriodicOptimizer.attach``.
 
         Raises:
-            TypeError: ``distributed`` is no ``hvd.DistributedOptimizer``.
+            TypeError: ``distributed`` is not an ``hvd.DistributedOptimizer``.
         """
         if process_set is not None:
             self._process_set = process_set
@@ -96,7 +96,7 @@ class RankBinding:
             self.average = GradientAverage(distributed)
 
     def follow(self, other: RankBinding) -> None:
-        """Be of the ranks of another optimizer, of which this one is a copy; before the first step."""
+        """Use the ranks of the optimizer of which this one is a copy; before the first step."""
         self._process_set, self.average, self._saved = other._process_set, other.average, other._saved
 
     def build(self, build: Callable[[], T]) -> T:
@@ -104,10 +104,10 @@ class RankBinding:
         return build() if self.waits else build_on_all(self.communicator, self.name, build)
 
     def connect(self) -> None:
-        """Meet the ranks where construction has not, under the next unique name.
+        """Connect to ranks that did not meet at construction, under the next unique name.
 
         Raises:
-            RuntimeError: elastic Horovod has changed them since.
+            RuntimeError: elastic Horovod has changed the ranks since construction.
         """
         if (changed := self.communicator.changed()) is not None:
             raise RuntimeError(changed)
@@ -115,14 +115,14 @@ class RankBinding:
         self.name = self.communicator.unique_name(self._timeout_seconds)
 
     def ranks(self) -> Communicator:
-        """Return the ranks that exchange, also before a loaded optimizer is connected; nothing is communicated."""
+        """Return the ranks that exchange, even before a loaded optimizer is connected; does not communicate."""
         return communicator_of(self._process_set)
 
     def ranks_of_file(self) -> Communicator:
-        """Return :meth:`ranks`, which say what of a loaded optimizer's state is this rank's.
+        """Return :meth:`ranks`, on which this rank's part of a loaded optimizer's state depends.
 
         Raises:
-            RuntimeError: Horovod does not know of them yet.
+            RuntimeError: Horovod is not initialized, or does not have these ranks yet.
         """
         try:
             return self.ranks()
@@ -130,25 +130,25 @@ class RankBinding:
             if not self.loaded:
                 raise
             raise RuntimeError(
-                "What a rank holds of the state of this optimizer depends on how many ranks there are, as it was made "
-                "with asynchronous=True, another center than 'replicated', or a compression whose sums are kept: call "
-                f"hvd.init() before the file is loaded, or load it with compile=False ({error})"
+                "The part of this optimizer's state that a rank holds depends on the number of ranks, because it was "
+                "made with asynchronous=True, a center other than 'replicated', or a compression whose sums are kept: "
+                f"call hvd.init() before the file is loaded, or load it with compile=False ({error})"
             ) from error
 
     def any_in_group(self, value: bool) -> bool:
-        """Return whether something is true on any of the ranks that average their gradients with this one."""
+        """Return whether ``value`` is true on any of the ranks that average gradients with this one."""
         if self.gradient_group is None:
             return value
         return any(self.gradient_group.allgather_object(value, f"{self.name}.group"))
 
     def refuse_other_ranks(self, gradient_group: TensorFlowCommunicator | None) -> None:
-        """Raise where a loaded optimizer was not told of ranks that it had when it was saved.
+        """Raise if a loaded optimizer has not been given the ranks that it had when it was saved.
 
         Args:
-            gradient_group: whose gradients are averaged, here or in an optimizer inside.
+            gradient_group: the ranks whose gradients are averaged, here or in an optimizer inside.
 
         Raises:
-            ValueError: it had a process set, or an ``hvd.DistributedOptimizer`` inside.
+            ValueError: it had a process set, or an ``hvd.DistributedOptimizer`` inside, and now has none.
         """
         if self._saved["process_set"] is not None and self._process_set is None:
             raise ValueError(

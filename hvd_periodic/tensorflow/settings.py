@@ -1,4 +1,4 @@
-"""What is set on a wrapper acts on the optimizer inside."""
+"""Forwards the settings of a wrapper to the optimizer inside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import keras
 from hvd_periodic.tensorflow.stage import Stage
 
 FOLLOWED = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm")
-"""Settings of a local optimizer that also its copy for the center follows."""
+"""Settings of a local optimizer that its copy for the center follows."""
 
 
 def _context(name: str) -> property:
@@ -25,12 +25,12 @@ def _context(name: str) -> property:
 
 
 class ForwardedSettings(keras.optimizers.Optimizer):
-    """A wrapper whose settings are those of the optimizer that takes the local steps.
+    """A wrapper that forwards its settings to the optimizer that takes the local steps.
 
-    A step that was compiled before keeps those that it was compiled with, as everywhere in Keras.
+    As everywhere in Keras, a compiled step keeps the settings with which it was compiled.
 
     Attributes:
-        stage: where the optimizer is in its life.
+        stage: the stage that the optimizer has reached.
     """
 
     inner_optimizer: keras.optimizers.Optimizer
@@ -55,7 +55,7 @@ class ForwardedSettings(keras.optimizers.Optimizer):
         return optimizer
 
     def _forwards(self) -> bool:
-        """Return whether settings are those of the optimizer inside: Keras is to find none for the wrapper itself."""
+        """Return whether settings are forwarded; not while Keras constructs or builds the wrapper, which has none."""
         return self.stage not in (Stage.CONSTRUCTING, Stage.BUILDING)
 
     def _set(self, name: str, value: Any) -> None:
@@ -83,17 +83,17 @@ class ForwardedSettings(keras.optimizers.Optimizer):
 
     @property
     def iterations(self) -> Any:
-        """Iterations of the wrapped optimizer; those of exchanges are ``synchronizer.local_steps``."""
+        """Iterations of the wrapped optimizer; exchanges count in ``synchronizer.local_steps``."""
         return self.inner_optimizer.iterations
 
     @property
     def loss_scale_factor(self) -> float:
-        """1: the wrapped optimizer scales."""
+        """1, since the wrapped optimizer scales the loss."""
         return 1.0
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, factor: float | None) -> None:
-        # A LossScaleOptimizer sets it to None when it is wrapped around this one.
+        # A LossScaleOptimizer around this optimizer sets the factor to None.
         if self.stage > Stage.CONSTRUCTING:
             raise ValueError(
                 f"{type(self).__name__} must not be inside a LossScaleOptimizer, under which a rank whose gradients "
@@ -109,7 +109,7 @@ class ForwardedSettings(keras.optimizers.Optimizer):
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
     ) -> None:
-        """Spare variables the weight decay of the wrapped optimizer, and of its copy for the center."""
+        """Exclude variables from the weight decay of the wrapped optimizer and of its copy for the center."""
         self.plain_optimizer.exclude_from_weight_decay(var_list, var_names)
         if self._center is not None:
             self._center.follow_exclusions()
@@ -118,7 +118,7 @@ class ForwardedSettings(keras.optimizers.Optimizer):
         """Set all :attr:`variables`, in their order.
 
         Raises:
-            ValueError: the optimizer is not built; or other numbers or shapes than of its variables.
+            ValueError: the optimizer is not built; or weights do not match its variables in number or shape.
         """
         name, variables = type(self).__name__, self.variables
         if not self.built:
@@ -131,23 +131,23 @@ class ForwardedSettings(keras.optimizers.Optimizer):
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return what the optimizers of this package, one in the other, are around."""
+    """Unwrap nested optimizers of this package."""
     while isinstance(optimizer, ForwardedSettings):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
 def optimizers_inside(optimizer: Any) -> Sequence[Any]:
-    """Return the optimizers inside all wrappers, which take the local steps: those of a MultiOptimizer, or one."""
+    """Return the optimizers inside all wrappers: one, or all optimizers of a MultiOptimizer."""
     while isinstance(optimizer, (ForwardedSettings, keras.optimizers.LossScaleOptimizer)):
         optimizer = optimizer.inner_optimizer
     return getattr(optimizer, "optimizers", [optimizer])
 
 
 def show_inside(optimizer: Any) -> None:
-    """Show ``SwapEMAWeights`` of Keras the optimizers that keep moving averages.
+    """Make the optimizers that keep moving averages visible to Keras's ``SwapEMAWeights``.
 
-    The callback looks into one wrapper only, which is the periodic optimizer, and then for ``optimizers``.
+    The callback looks inside one wrapper only, the periodic optimizer, and then for an attribute ``optimizers``.
 
     Args:
         optimizer: the optimizer directly inside a periodic one.

@@ -1,4 +1,4 @@
-"""What a Keras optimizer was asked to do."""
+"""The checked arguments of a Keras optimizer."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class OptimizerSpec:
     """The arguments of a constructor, checked.
 
     Attributes:
-        optimizer: the optimizer inside; of an ``hvd.DistributedOptimizer``, the one that it was made of.
-        algorithm: what an exchange computes.
-        schedule: when to exchange.
+        optimizer: the optimizer inside; for an ``hvd.DistributedOptimizer``, the optimizer from which it was made.
+        algorithm: the algorithm of exchanges.
+        schedule: the schedule of exchanges.
         center: the optimizer of the center, if the algorithm has one.
         asynchronous: whether ranks exchange without waiting for each other.
-        options: all others.
+        options: all other arguments.
     """
 
     optimizer: Any
@@ -59,9 +59,9 @@ class OptimizerSpec:
         asynchronous: bool,
         options: KerasOptions,
     ) -> OptimizerSpec:
-        """Return the checked arguments, and tell the binding how gradients are averaged inside.
+        """Check the arguments and return them; set the binding's average of gradients.
 
-        Of a loaded optimizer, what depends on the ranks is checked at its start.
+        For a loaded optimizer, :meth:`check` later checks the arguments that depend on the ranks.
 
         Raises:
             TypeError, ValueError: an argument of the wrong type or out of range.
@@ -87,17 +87,18 @@ class OptimizerSpec:
         return cls(inside, made, schedule, center, asynchronous, options)
 
     def check(self, binding: RankBinding, gradient_group: TensorFlowCommunicator | None) -> None:
-        """Raise where the arguments do not suit the ranks, which a loaded optimizer only meets at its start.
+        """Raise if the arguments do not suit the ranks, which a loaded optimizer knows only at its start.
 
         Raises:
-            ValueError: too many ranks for the rate; others than when it was saved; gradients averaged over all of them.
+            ValueError: too many ranks for the rate; ranks of the saved optimizer are missing; gradients are averaged
+                over all ranks that exchange.
         """
         _check_ranks(binding.communicator, self.algorithm, self.asynchronous, self.options)
         binding.refuse_other_ranks(gradient_group)
         schedule_around(gradient_group, binding.communicator, self.schedule, self.asynchronous)
 
     def config(self, outer_optimizer: str) -> dict[str, Any]:
-        """Return as plain values the arguments that all constructors share, except for the ranks.
+        """Return the arguments that all constructors share as plain values, except for the ranks.
 
         Args:
             outer_optimizer: key of the optimizer that moves the center.
@@ -117,13 +118,13 @@ class OptimizerSpec:
 
 
 def gradient_group_inside(optimizer: object) -> TensorFlowCommunicator | None:
-    """Return the ranks whose gradients are averaged inside of an optimizer, if it is one of this package."""
+    """Return the ranks whose gradients are averaged inside an optimizer of this package; None for others."""
     group: TensorFlowCommunicator | None = getattr(optimizer, "gradient_group", None)
     return group
 
 
 def _check_levels(inside: Any, overlap: int | str) -> None:
-    """Refuse exchanges in flight while another level exchanges: both would remove the same difference."""
+    """Refuse overlap on several levels, where two exchanges would remove the same difference."""
     level = getattr(inside, "_lifecycle", None)
     inner = 0 if level is None else level.spec.options["overlap"]
     if level is not None and not overlap == inner == 0:
@@ -134,6 +135,6 @@ def _check_levels(inside: Any, overlap: int | str) -> None:
 
 
 def _check_ranks(ranks: Communicator, algorithm: Algorithm, asynchronous: bool, options: KerasOptions) -> None:
-    """Raise a ValueError where so many ranks, or groups of them that exchange in step, do not do what was asked for."""
+    """Raise a ValueError if the number of ranks, or groups in lockstep, do not support the arguments."""
     (algorithm.asynchronous_variant if asynchronous else algorithm.check)(ranks.size)
     require_possible(ranks, options["center"], options["nonfinite"], asynchronous, options["overlap"])

@@ -29,9 +29,9 @@ from hvd_periodic.tensorflow.stage import Stage
 
 
 class Synchronizer(VariableSynchronizer):
-    """Exchanges variables by any algorithm and schedule, around any training loop.
+    """Exchanges variables with any algorithm and schedule, in any training loop.
 
-    The optimizers of this package drive one; it also works alone, eagerly and inside a ``tf.function``::
+    The optimizers of this package use one; it also works alone, eagerly and inside a ``tf.function``::
 
         synchronizer = Synchronizer(model, EASGD(beta=0.9), period=10)
 
@@ -48,27 +48,27 @@ class Synchronizer(VariableSynchronizer):
             train_step(images, labels)
         synchronizer.finalize()
 
-    ``tf.train.Checkpoint(model=model, optimizer=optimizer, exchange=synchronizer.variables)`` saves what it takes to go
-    on exactly.
+    ``tf.train.Checkpoint(model=model, optimizer=optimizer, exchange=synchronizer.variables)`` saves all state that
+    resuming bit for bit needs.
 
     Args:
-        model: a built Keras model, of which all trainable variables take part; or variables.
+        model: a built Keras model, to exchange all its trainable variables; or variables.
         algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
         period: local steps between exchanges, or a schedule.
-        optimizer: the local optimizer, for algorithms that ask for its learning rate.
-        outer_optimizer: for algorithms that optimize the center: a Keras optimizer that nothing else uses.
-        asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN, under MPI. The center
-            is not among ``variables`` then: save :meth:`state_dict`.
+        optimizer: the local optimizer, for algorithms that read its learning rate.
+        outer_optimizer: a Keras optimizer that nothing else uses, for algorithms that optimize the center.
+        asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN, under MPI. Then
+            ``variables`` do not include the center: save :meth:`state_dict`.
         options: those of :class:`~hvd_periodic.options.Options` and
             :class:`~hvd_periodic.tensorflow.options.TensorFlowOptions`; the signature has their defaults.
-            With ``center="root"`` or ``"sharded"`` ``variables`` hold this rank's share, for a checkpoint per rank.
+            With ``center="root"`` or ``"sharded"``, ``variables`` hold this rank's shard: save one checkpoint per rank.
 
     Attributes:
-        variables: counters, center and the rest of the state, for checkpoints.
+        variables: counters, center and all other state, for checkpoints.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree. On every rank: the
-            one whose argument was refused gets its own error, the others a RuntimeError that cites it.
+        TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree. On every rank: if
+            an argument was refused on one rank, the others raise a RuntimeError that cites its error.
         RuntimeError: Horovod is not initialized.
     """
 
@@ -122,7 +122,7 @@ class Synchronizer(VariableSynchronizer):
             self._moved = None if asynchronous else moved
             self._list_variables()
 
-        if communicator.elastic:  # Others may have been constructed long before: all meet at the first step.
+        if communicator.elastic:  # Others may exist already: all ranks meet at the first step.
             build()
             return
         build_on_all(communicator, name, build)
@@ -130,7 +130,7 @@ class Synchronizer(VariableSynchronizer):
         self.start()
 
     def begin(self, call_point: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
-        """Begin training, as every synchronizer does; under elastic Horovod, meet the other ranks now."""
+        """Begin training, as every synchronizer does; under elastic Horovod, also meet the other ranks."""
         with outside():
             if self._stage < Stage.STARTED:
                 communicator = self.membership.communicator
@@ -139,16 +139,16 @@ class Synchronizer(VariableSynchronizer):
         return super().begin(call_point)
 
     def on_joined(self) -> None:
-        """List the variables that there are now; these ranks start together."""
+        """List the present variables, after ranks have joined and start together."""
         self._stage = Stage.STARTED
         self._list_variables()
 
     def _list_variables(self) -> None:
-        """Let ``variables`` be all that there are, in an order that does not tell which ranks have been there before.
+        """Update ``variables`` in place, in an order that does not depend on which ranks there were before.
 
-        The list stays the same object: a ``tf.train.Checkpoint`` of variables that are no more refuses to save.
+        The list stays the same object: a ``tf.train.Checkpoint`` of deleted variables refuses to save.
         """
         moving = [] if self._moved is None else [variable.value for variable in self._moved.variables]
         held, notes = self.held(), len(self.progress.note_variables)
         kept = len(held) - notes
-        self.variables[:] = [*held[:kept], *moving, *held[kept:]]  # Checkpoints of version 0.1 have no notes.
+        self.variables[:] = [*held[:kept], *moving, *held[kept:]]  # Notes last: checkpoints of version 0.1 have none.

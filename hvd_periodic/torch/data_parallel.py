@@ -20,7 +20,7 @@ def island_of(
     """Return the ranks that average their gradients with this rank; None if there are none.
 
     Args:
-        module: the model, if it is known.
+        module: the model; None if it is unknown.
         communicator: the ranks that exchange.
         asynchronous: whether they exchange without waiting for each other.
 
@@ -51,8 +51,8 @@ def island_of(
 def averaging_among(tensors: Iterable[torch.Tensor], ranks: Sequence[int]) -> list[DistributedDataParallel]:
     """Return the active wrappers that average gradients of these parameters among all of these ranks of the job.
 
-    Trainers wrap models after optimizers are made, and a parameter has no reference to its wrapper: this looks at all
-    objects of the process, once when training begins.
+    Trainers wrap models after optimizers are made, and a parameter has no reference to its wrapper. Therefore this
+    searches all objects of the process, once when training begins.
     """
     if not dist.is_available() or not dist.is_initialized():
         return []
@@ -69,7 +69,7 @@ def averaging_among(tensors: Iterable[torch.Tensor], ranks: Sequence[int]) -> li
 
 
 def switch_off(wrapper: DistributedDataParallel) -> None:
-    """Stop the wrapper for good from averaging gradients and broadcasting buffers, as inside its ``no_sync()``."""
+    """Permanently stop the wrapper from averaging gradients and broadcasting buffers, as ``no_sync()`` does."""
     wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
 
 

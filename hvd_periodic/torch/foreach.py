@@ -1,7 +1,7 @@
-"""Operations on lists of tensors in few kernels: torch has no public names for them, and its own optimizers use these.
+"""Operations on lists of tensors in few kernels: torch has only private names for them, which its optimizers use.
 
-A loop over the tensors would take as many kernels as there are.
-Tests: ``test_torch_space.py::test_verbs_agree_with_the_default``; of norms, ``test_coding.py``.
+A loop over the tensors would launch one kernel per tensor.
+Tests: ``test_torch_space.py::test_verbs_agree_with_the_default``; for norms, ``test_coding.py``.
 """
 
 import torch

@@ -18,7 +18,7 @@ import hvd_periodic.numpy as hvdn
 from hvd_periodic import BMUF, Compression, DiLoCo, Piecewise, SlowMo
 from hvd_periodic.tensorflow import contrib_opt
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
-from hvd_periodic.tensorflow.host import eager
+from hvd_periodic.tensorflow.private import eager
 from tests import oracle
 from tests.parallel.program import Scenarios, attempt
 

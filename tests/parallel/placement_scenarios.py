@@ -470,7 +470,7 @@ def tensorflow_program() -> Program:
     import tensorflow as tf
 
     import hvd_periodic.tensorflow as hvdp
-    from hvd_periodic.tensorflow import exchanges as module
+    from hvd_periodic.tensorflow import lifecycle as module
     from tests.parallel.keras_scenarios import LOOPS, batches, bits, train_step
 
     class SmallBuckets(module.VariableReplica):

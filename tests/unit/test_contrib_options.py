@@ -212,7 +212,7 @@ def test_a_checkpoint_holds_what_an_algorithm_keeps(
 
 
 def test_landing_is_for_a_step() -> None:
-    with pytest.raises(RuntimeError, match=r"get_land_op\(\) is for a step"):
+    with pytest.raises(RuntimeError, match=r"get_land_op\(\) needs a train op"):
         make("AGNOptimizer").get_land_op()
 
 

@@ -90,7 +90,7 @@ def test_a_step_that_is_compiled_with_what_layers_were_adapted_to() -> None:
 
     told = run_ranks(2, work)
     assert [len(found) for found in told] == [1, 2]
-    assert all("Layers of this rank were adapted otherwise" in error for found in told for error in found)
+    assert all("Layers of this rank were adapted differently" in error for found in told for error in found)
     assert told[0][0].startswith("Rank 1 failed")
 
 

@@ -1,4 +1,4 @@
-"""The three optimizers of ``tf.contrib.opt`` on Horovod, and one of other algorithms, for TensorFlow 1 graphs.
+"""The three optimizers of ``tf.contrib.opt`` on Horovod, and one for other algorithms, for TensorFlow 1 graphs.
 
 Example::
 

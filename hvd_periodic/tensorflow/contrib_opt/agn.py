@@ -1,4 +1,4 @@
-"""Accumulated gradient normalization for graphs of TensorFlow 1."""
+"""Accumulated gradient normalization for TensorFlow 1 graphs."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from hvd_periodic.tensorflow.space import TensorSpace
 class AGNOptimizer(InitializedByTask):
     """Accumulated gradient normalization; see :class:`hvd_periodic.AGN` for the equations.
 
-    A copy of the local optimizer, with slots of its own, moves the center.
+    A copy of the local optimizer, with its own slots, moves the center.
 
     Args:
         optimizer: the local optimizer, a ``tf.compat.v1.train.Optimizer``.
         num_worker: number of ranks, ``hvd.size()``.
-        custom_getter: the getter that the model was created with; or None, for scripts that know none: their own
-            trainable variables are the replicas, and what else there is, is among the global variables. Ranks that
-            ``hvd.broadcast_global_variables(0)`` has not started alike take over the root's at the first step.
+        custom_getter: the getter with which the model was created; or None, for scripts without one: their own
+            trainable variables are the replicas; centers, slots and counters are global variables. If ranks start with
+            different values, without ``hvd.broadcast_global_variables(0)``, the first step broadcasts the root's.
         communication_period: local steps between exchanges (τ), or a schedule.
-        use_locking: in asynchronous exchange through shared memory, whether reading and adding exclude those of other
-            ranks; without it, additions that collide may be lost. Otherwise nothing is written concurrently.
-        name: of the optimizer.
-        outer_optimizer: moves the center, in a copy with a state of its own. Default: ``optimizer``.
+        use_locking: in asynchronous exchange through shared memory, whether a rank that reads and adds excludes other
+            ranks; without it, additions that collide may be lost. Synchronous exchanges never write concurrently.
+        name: name of the optimizer.
+        outer_optimizer: a copy of it, with its own state, moves the center. Default: ``optimizer``.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
-        asynchronous: as in :class:`ElasticAverageOptimizer`; the center's optimizer, whose hyper-parameters have to be
-            numbers, starts anew with every process.
+        asynchronous: as in :class:`ElasticAverageOptimizer`; the hyper-parameters of the center's optimizer have to be
+            numbers, and its state is lost when the process ends.
         options: as in :class:`ElasticAverageOptimizer`.
 
     Raises:
-        TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size.
+        TypeError, ValueError: a refused argument, on every rank; ``num_worker`` is not Horovod's size.
         RuntimeError: Horovod is not initialized.
 
     References:

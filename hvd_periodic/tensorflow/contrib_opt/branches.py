@@ -1,4 +1,4 @@
-"""Variables of a graph of either kind, resource or reference, and branches that change them."""
+"""Resource and reference variables of a graph, and conditional branches that change them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import tensorflow as tf
 from hvd_periodic.tensorflow.store import VariableStore
 
 Assigned = list[Any]
-"""What has to run so that variables have been assigned."""
+"""Operations that assign variables."""
 
 
 class TensorStore(VariableStore):
-    """Values in place of variables, until they are assigned.
+    """Holds values in place of variables, until they are assigned.
 
     Attributes:
-        variables: where the values come from and go to.
+        variables: the variables from which values are loaded and to which they are assigned.
     """
 
     def __init__(self, layout: Any, variables: Sequence[tf.Variable]) -> None:
@@ -28,12 +28,12 @@ class TensorStore(VariableStore):
         self._written: set[int] = set()
 
     def load_variables(self) -> None:
-        """Start from what the variables hold when the graph runs."""
+        """Load the values of the variables at the time when the graph runs."""
         self._variables = [value_of(variable) for variable in self.variables]
         self._written.clear()
 
     def assign(self) -> Assigned:
-        """Return what assigns those values to the variables that have been written."""
+        """Return the operations that assign the values written since :meth:`load_variables`."""
         return [self.variables[index].assign(self._variables[index]) for index in sorted(self._written)]
 
     def _assign(self, index: int, value: tf.Tensor) -> None:
@@ -42,9 +42,9 @@ class TensorStore(VariableStore):
 
 
 def value_of(variable: Any) -> tf.Tensor:
-    """Return what a variable holds when the graph runs.
+    """Return the value of a variable at the time when the graph runs.
 
-    A resource that is set to the value of a reference variable would share its memory, which changes in place: copy it.
+    The value of a reference variable is copied: a resource assigned from it would share memory that changes in place.
     """
     value = variable.read_value()
     return value if is_resource(variable) else tf.raw_ops.DeepCopy(x=value)
@@ -56,7 +56,7 @@ def is_resource(variable: Any) -> bool:
 
 
 def branch(make: Callable[[], Assigned]) -> Callable[[], tf.Tensor]:
-    """Return a branch that is over when all of something has run."""
+    """Return a branch that ends when all operations of ``make`` have run."""
 
     def run() -> tf.Tensor:
         with tf.control_dependencies([tf.group(*make())]):
@@ -67,7 +67,7 @@ def branch(make: Callable[[], Assigned]) -> Callable[[], tf.Tensor]:
 
 @contextmanager
 def control_flow_v1() -> Iterator[None]:
-    """Build conditionals whose branches are part of the graph: those of version 2 cannot assign reference variables."""
+    """Build version 1 conditionals inside the block: version 2 branches cannot assign reference variables."""
     enabled = tf.compat.v1.control_flow_v2_enabled()
     tf.compat.v1.disable_control_flow_v2()
     try:

@@ -1,4 +1,4 @@
-"""The variables that an optimizer makes for itself, beside centers and slots."""
+"""The counters of an optimizer, and other variables that it makes in addition to centers and slots."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_periodic.tensorflow.contrib_opt.getters import belongs_to_optimizer
-from hvd_periodic.tensorflow.contrib_opt.initialized import read_after, require_initialized
-from hvd_periodic.tensorflow.contrib_opt.startup import FirstStep
+from hvd_periodic.tensorflow.contrib_opt.session_startup import FirstStep, read_after, require_initialized
 
 
 class CounterVariables:
-    """Makes the variables in which an optimizer counts.
+    """Makes the counters of an optimizer.
 
     Args:
         owner: the optimizer.
-        collection: of the variables.
-        saved: whether the local steps are in checkpoints, unlike other counters: where training must not fall back
-            into a synchronous phase.
+        collection: collection of the variables.
+        saved: whether checkpoints hold the local steps, unlike other counters, so that restored training does not fall
+            back into a synchronous phase.
 
     Attributes:
-        made: all of these variables.
-        saved: the counters of local steps that are in checkpoints.
-        checks: per minimization the operation that fails where the variables of the optimizer are not initialized.
+        made: all variables made here.
+        saved: the counters of local steps that checkpoints hold.
+        checks: one operation per minimization, which fails if the variables of the optimizer are not initialized.
     """
 
     def __init__(self, owner: tf.compat.v1.train.Optimizer, collection: str, saved: bool) -> None:
@@ -41,7 +40,7 @@ class CounterVariables:
 
     @property
     def first(self) -> FirstStep:
-        """Whether a step is the first of its session, by the local steps of the latest minimization."""
+        """Whether a step is the first of its session, according to the local steps of the latest minimization."""
         if self._first is None:
             raise RuntimeError("Nothing counts local steps yet")
         return self._first
@@ -52,7 +51,7 @@ class CounterVariables:
         return self.checks[-1:]
 
     def local_steps(self) -> tf.Variable:
-        """Return the variable that counts the local steps of the next minimization, before there is a synchronizer."""
+        """Return the counter of local steps of the next minimization, which has no synchronizer yet."""
         if self._local_steps is None:
             collection = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES if self._saves else self._collection
             self._local_steps = self._create("local_step", (), tf.int64, 0, collection)
@@ -63,14 +62,14 @@ class CounterVariables:
         return self._local_steps
 
     def new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
-        """Make a variable for a synchronizer; that of its local steps may be there."""
+        """Make a variable for a synchronizer; its counter of local steps may exist already."""
         if name == "local_steps":
             counted, self._local_steps = self.local_steps(), None
             return counted
         return self._create(f"{self._name}/{name}", shape, dtype, initial_value, self._collection)
 
     def read_checked(self, variables: Sequence[Any]) -> None:
-        """Let reading these variables wait for the check of the latest minimization, if it waits for none yet."""
+        """Make reads of variables wait for the check of the latest minimization, unless they wait for one already."""
         read_after(self.checks[-1], [variable for variable in variables if variable.ref() not in self._read_after])
         self._read_after |= {variable.ref() for variable in variables}
 

@@ -1,4 +1,4 @@
-"""Devices of jobs that there are no more."""
+"""Strips job, replica and task from device strings, since there are no parameter servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _told = False
 
 
 def ignore_jobs(device: str) -> None:
-    """Say, once per process, that a device string naming a job has no effect."""
+    """Log once per process that a device string with a job has no effect."""
     global _told
     if "/job:" in device and not _told:
         _told = True
@@ -21,10 +21,10 @@ def ignore_jobs(device: str) -> None:
 
 
 def place_locally(graph: tf.Graph) -> None:
-    """Let this process run all operations of a graph, those to come as well, whatever job their devices name.
+    """Make this process run all present and future operations of a graph, whatever job their devices name.
 
-    A device function below all ``tf.device`` scopes that are open now has the last word on every new operation, also in
-    the branches and bodies of control flow.
+    A device function below all open ``tf.device`` scopes decides last about every new operation, also in the branches
+    and bodies of control flow.
     """
     stack = graph._device_function_stack
     scopes = list(stack.peek_objs())

@@ -1,4 +1,4 @@
-"""Elastic averaging for graphs of TensorFlow 1."""
+"""Elastic averaging for TensorFlow 1 graphs."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ class ElasticAverageOptimizer(InitializedByTask):
     Args:
         opt: the local optimizer, a ``tf.compat.v1.train.Optimizer``.
         num_worker: number of ranks, ``hvd.size()``.
-        ea_custom_getter: the getter that the model was created with; or None, for scripts that know none: their own
-            trainable variables are the replicas, and what else there is, is among the global variables. Ranks that
-            ``hvd.broadcast_global_variables(0)`` has not started alike take over the root's at the first step.
+        ea_custom_getter: the getter with which the model was created; or None, for scripts without one: their own
+            trainable variables are the replicas; centers, slots and counters are global variables. If ranks start with
+            different values, without ``hvd.broadcast_global_variables(0)``, the first step broadcasts the root's.
         communication_period: local steps between exchanges (τ), or a schedule.
-        moving_rate: α in (0, 2/(n+1)]; default 0.9/(τ n), that of ``tf.contrib.opt``.
+        moving_rate: α in (0, 2/(n+1)]; default 0.9/(τ n), as in ``tf.contrib.opt``.
         rho: strength ρ ≥ 0 of the elastic term, which :meth:`compute_gradients` and ``minimize`` add; in
             1/(learning rate). Default: ``moving_rate`` over the learning rate of ``opt``, as in ``tf.contrib.opt``,
-            with a warning where ``opt`` rescales gradients, as Adam does; 0 without a getter.
-        use_locking: in asynchronous exchange through shared memory, whether reading and adding exclude those of other
-            ranks; without it, additions that collide may be lost. Otherwise nothing is written concurrently.
-        synchronous: accepted; all ranks start together.
-        name: of the optimizer.
-        asynchronous: exchange with one center on its own clock, without waiting for other ranks, as ``tf.contrib.opt``
-            does; needs MPI. The center variables hold the center as this rank last left it, and the final one after
-            :meth:`get_final_op`. The rate is in (0, 1].
+            with a warning if ``opt`` rescales gradients, as Adam does; 0 without a getter.
+        use_locking: in asynchronous exchange through shared memory, whether a rank that reads and adds excludes other
+            ranks; without it, additions that collide may be lost. Synchronous exchanges never write concurrently.
+        synchronous: accepted and ignored; all ranks start together.
+        name: name of the optimizer.
+        asynchronous: every rank exchanges with one center at its own pace, without waiting for other ranks, as in
+            ``tf.contrib.opt``; needs MPI. The center variables hold the center as this rank last left it, and the final
+            center after :meth:`get_final_op`. ``moving_rate`` is in (0, 1].
         options: those of :class:`~hvd_periodic.tensorflow.contrib_opt.options.SessionOptions`; the signature has their
             defaults.
 
     Raises:
-        TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size; no ``rho``
-            where the learning rate is not a number.
+        TypeError, ValueError: a refused argument, on every rank; ``num_worker`` is not Horovod's size; no ``rho``
+            although the learning rate is not a number.
         RuntimeError: Horovod is not initialized.
 
     Example::
@@ -120,9 +120,9 @@ class ElasticAverageOptimizer(InitializedByTask):
         colocate_gradients_with_ops: bool = False,
         grad_loss: Any = None,
     ) -> Pairs:
-        """Return (gradient, variable) pairs of ``loss + ρ/2 ‖x − lc‖²``, with the center as last read lc.
+        """Return (gradient, variable) pairs of ``loss + ρ/2 ‖x − lc‖²``, where lc is the center as last read.
 
-        A variable that was not created through the getter has no such term; :meth:`apply_gradients` refuses it, on all
+        A variable that was not created through the getter has no such term; :meth:`apply_gradients` refuses it on all
         ranks.
         """
         pairs = super().compute_gradients(
@@ -130,8 +130,8 @@ class ElasticAverageOptimizer(InitializedByTask):
         )
         if not self._algorithm.uses_gradients:
             return pairs
-        # Without a getter the first step ever sets the centers, to what the replicas are.
-        since = max(self._schedule.synchronous_until or 0, int(self._adopts))
+        # Without a getter, the very first step sets the centers to the replicas.
+        since = max(self._schedule.synchronous_until or 0, int(self._without_getter))
         if not since:
             return [(self._elastic(g, variable), variable) for g, variable in pairs]
         counted = self._counters.local_steps()

@@ -1,4 +1,4 @@
-"""Exchanges of sessions: as in the core, run by Python while the session waits."""
+"""The strategies of exchange in sessions: Python runs those of the core while the session waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvd_periodic.vectors.store import Store
 
 
 class SessionSynchronous(Synchronous[Any]):
-    """Checks at the first exchange that all ranks have started with the same centers: nothing else does."""
+    """Checks at the first exchange that all ranks started with the same centers; nothing else checks this."""
 
     def _exchange_tensors(self, agreed: GlobalStatus, due: DueFragments, own: LocalStatus) -> int:
         if due.turns and self.context.progress.rounds == 0 and not self.context.warmup.active:
@@ -26,30 +26,30 @@ class SessionSynchronous(Synchronous[Any]):
 
 
 class SessionOverlapped(SessionSynchronous, Overlapped[Any]):
-    """Holds what is in flight between two steps, of the session that began it."""
+    """Keeps an exchange in flight between two steps of the session that began it."""
 
     def land(self) -> None:
-        """Let the replica take what is under way; forget that of a session that there is no more."""
+        """Apply the exchange in flight to the replica; discard one that an earlier session began."""
         progress = self.context.progress
         if self._in_flight and self._begun != progress.counters.last_exchange:
             for pending in chain(*(part.pending for part in self._in_flight)):
-                pending.wait()  # It moves no center: that is of this session.
+                pending.wait()  # It must not move the center of this session.
             self._forget()
         super().land()
-        progress.landing = None  # A checkpoint may have brought that of another session.
+        progress.landing = None  # A checkpoint may have restored the step of another session.
 
 
 class SessionAsynchronous(Asynchronous[Any]):
-    """Keeps the center of the parameters in variables of the session.
+    """Keeps a copy of the parameters' center in variables of the session.
 
     Attributes:
-        as_left: the variables that hold it as it was after this rank's own push.
+        as_left: the variables that hold the center as it was after this rank's last push.
     """
 
     as_left: Store[Any] | None = None
 
     def keep(self, as_left: Store[Any]) -> None:
-        """Keep the center in these variables from now on."""
+        """Keep the center in these variables."""
         self.as_left, self.worker.on_pull = as_left, self._keep
 
     def _keep(self, group: TensorGroup[Any], bucket: Bucket, center: Any, exchange: Exchange) -> None:

@@ -1,4 +1,4 @@
-"""Custom getters: they create, beside every trainable variable, what the optimizer needs of it."""
+"""Custom getters: they create the centers and companions of trainable variables."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class CustomGetter:
 
     Args:
         worker_device: accepted and ignored; every rank trains in its own process.
-        collection: of the second variables.
+        collection: collection of the companions.
 
     Raises:
         TypeError: ``worker_device`` is not a string.
     """
 
     companion: ClassVar[str | None] = None
-    """Name of the second variable that the algorithm keeps per trainable variable, in LOCAL_VARIABLES."""
+    """Prefix of the second variable that the algorithm keeps per trainable variable, in LOCAL_VARIABLES."""
 
     def __init__(self, worker_device: str, collection: str = _COLLECTIONS.LOCAL_VARIABLES) -> None:
         if not isinstance(worker_device, str):
@@ -51,7 +51,7 @@ class CustomGetter:
     def __call__(
         self, getter: Callable[..., Any], name: str, trainable: bool, collections: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return the local replica, or what else was asked for.
+        """Return the local replica, or another requested variable.
 
         Raises:
             RuntimeError: eager execution.
@@ -76,7 +76,7 @@ class CustomGetter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave alone what optimizers create inside."""
+        """Create no centers for variables that optimizers create inside the block."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -84,9 +84,9 @@ class CustomGetter:
             self._paused = before
 
     def adopt(self, variables: Iterable[Any]) -> None:
-        """Take variables that no getter created, and stay in GLOBAL_VARIABLES, as what accompanies them then should.
+        """Create centers and companions of variables that no getter created; all of them are in GLOBAL_VARIABLES.
 
-        Statistics are the other global variables of this moment, unless they belong to an optimizer.
+        The statistics are the other global variables that exist now, except the variables of optimizers.
         """
         known = {variable.ref() for variable in (*self.statistics, *tf.compat.v1.trainable_variables())}
         self.statistics += [v for v in self.found() if v.ref() not in known and _can_be_averaged(v)]
@@ -100,16 +100,16 @@ class CustomGetter:
         return [v for v in graph.get_collection(_COLLECTIONS.GLOBAL_VARIABLES) if v.ref() not in of_optimizers]
 
     def is_anothers(self, variable: Any) -> bool:
-        """Return whether a variable is the replica of another optimizer, as far as is known now."""
+        """Return whether a variable is known to be the replica of another optimizer."""
         replicas = variable.graph.get_collection(_REPLICAS)
         return variable.ref() not in self.centers and any(variable is replica for replica in replicas)
 
     def made(self) -> list[tf.Variable]:
-        """Return what accompanies local replicas."""
+        """Return the centers, companions and vectors of local replicas."""
         return [*self.centers.values(), *self.companions.values(), *self.vectors.values()]
 
     def vector(self, local: Any, key: str) -> tf.Variable:
-        """Return what an algorithm keeps with the center of a local replica, beside the center itself."""
+        """Return the center of a local replica, or another vector of the algorithm's center state."""
         if key == "center":
             return self.centers[local.ref()]
         if (local.ref(), key) not in self.vectors:
@@ -119,7 +119,7 @@ class CustomGetter:
         return self.vectors[local.ref(), key]
 
     def accompany(self, local: Any) -> None:
-        """Create what the optimizer needs of a local replica, if it is not there yet."""
+        """Create the center and companion of a local replica, unless they exist."""
         if local.ref() in self.centers:
             return
         tf.compat.v1.add_to_collection(_REPLICAS, local)
@@ -130,9 +130,10 @@ class CustomGetter:
             self.companions[local.ref()] = self._create(local, f"{self.companion}/{{}}", first, self.collection)
 
     def _create(self, local: Any, name: str, first: Callable[[tf.Tensor], tf.Tensor], collection: str) -> tf.Variable:
-        """Create a variable like a local replica, whose initial value ``first`` is given; ``name`` has a place for its.
+        """Create a variable like a local replica; ``first`` computes its initial value from the replica's.
 
-        It is of the same kind, resource or reference: where the replica is, scripts may get their values by name.
+        ``name`` has a placeholder for the replica's name. The variable is a resource or a reference like the replica:
+        scripts may read reference variables by name.
         """
         dtype = accumulation_dtype(local.dtype.base_dtype)
         with tf.device(None), tf.compat.v1.name_scope(None):
@@ -156,7 +157,7 @@ class CustomGetter:
 
 
 class ElasticAverageCustomGetter(CustomGetter):
-    """Creates ``w``, its center ``global_center_variable/w`` and, as it was last read, ``local_center_variable/w``.
+    """Creates ``w``, its center ``global_center_variable/w``, and ``local_center_variable/w``, the center as last read.
 
     Args:
         worker_device: accepted and ignored.
@@ -182,7 +183,7 @@ class PeriodicCustomGetter(CustomGetter):
 
 
 class AGNCustomGetter(CustomGetter):
-    """Creates ``w``, its center ``global_center_variable/w`` and the accumulator of its gradients ``grad_variable/w``.
+    """Creates ``w``, its center ``global_center_variable/w`` and its accumulated gradient ``grad_variable/w``.
 
     Args:
         worker_device: accepted and ignored.
@@ -197,18 +198,18 @@ def parts(variable: Any) -> list[Any]:
 
 
 def belongs_to_optimizer(*variables: Any) -> None:
-    """Remember that variables are an optimizer's, and no statistics of a model."""
+    """Mark variables as an optimizer's, so that they are not statistics of a model."""
     for variable in variables:
         tf.compat.v1.add_to_collection(_OF_OPTIMIZERS, variable)
 
 
 def can_be_sent(variable: Any) -> bool:
-    """Return whether a variable holds numbers, and equally many on all ranks."""
+    """Return whether a variable holds numbers, the same count on all ranks."""
     dtype = variable.dtype.base_dtype
     numbers = dtype.is_floating or dtype.is_integer or dtype.is_bool
     return bool(numbers and variable.shape.is_fully_defined())
 
 
 def _can_be_averaged(variable: Any) -> bool:
-    """Return whether a variable holds real numbers, as moving averages do, and always equally many."""
+    """Return whether a variable holds real numbers, as moving averages do, and has a fixed shape."""
     return bool(variable.dtype.base_dtype.is_floating and variable.shape.is_fully_defined())

@@ -1,4 +1,4 @@
-"""Horovod's DistributedOptimizer of TensorFlow 1 inside: which ranks average their gradients at every step."""
+"""A Horovod DistributedOptimizer inside, and the ranks whose gradients it averages at every step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 
 
 def gradient_group_of(opt: Any) -> TensorFlowCommunicator | None:
-    """Return the ranks whose gradients a DistributedOptimizer averages; None of another optimizer.
+    """Return the ranks whose gradients a DistributedOptimizer averages; None for other optimizers.
 
     Raises:
-        TypeError: it is one that averages something else.
-        ValueError: several backward passes per step; or it is for ranks of which this is none.
+        TypeError: it does not average gradients.
+        ValueError: several backward passes per step; or this rank is not among its ranks.
     """
     if "Adasum" in type(opt).__name__:
         raise TypeError("An hvd.DistributedOptimizer with op=hvd.Adasum has no local steps: use op=hvd.Average")
@@ -27,5 +27,5 @@ def gradient_group_of(opt: Any) -> TensorFlowCommunicator | None:
 
 
 def plain(opt: Any) -> Any:
-    """Return the optimizer inside of a DistributedOptimizer; others as they are."""
+    """Return the optimizer inside a DistributedOptimizer; any other optimizer unchanged."""
     return opt._optimizer if hasattr(opt, "_allreduce_grads") else opt

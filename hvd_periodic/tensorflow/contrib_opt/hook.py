@@ -1,4 +1,4 @@
-"""The hook that starts and ends training."""
+"""The hook that starts and ends the training of a session."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import tensorflow as tf
 _READY = tf.compat.v1.GraphKeys.READY_FOR_LOCAL_INIT_OP
 
 _UNUSED = ("hvd_periodic", "hooks that no session has been given")
-"""Collection of a graph. Its key is no string, so that it is not exported with the graph."""
+"""Collection of a graph. Its key is not a string, so that it is not exported with the graph."""
 
 _CHECK = "hook_was_not_passed_to_the_session"
-"""Name of the operations that fail: TensorFlow's errors begin with it."""
+"""Name of the operations that fail; TensorFlow's errors begin with it."""
 
 
 class InitializationHook(tf.compat.v1.train.SessionRunHook):
     """Runs the initialization of an optimizer when the session has been created or restored, on every rank.
 
-    Every rank has a session of its own. A rank that is not chief would wait for the chief to initialize its variables;
-    here it does so itself, and then gets the values of the root.
+    Every rank has its own session. A rank that is not chief would wait for the chief to initialize its variables;
+    the hook makes the rank initialize them itself and then receive the root's values.
 
     Args:
-        get_init_op: makes the operation.
-        is_chief: what ``MonitoredTrainingSession`` is told.
-        wait: waits for what other ranks still have to do together.
+        get_init_op: makes the operation that initializes.
+        is_chief: as passed to ``MonitoredTrainingSession``.
+        wait: waits until the other ranks have ended their joint work.
         get_end_op: makes the operation that ends training.
-        cls: the class of the optimizer.
-        needed: without the hook, or the initialization that it runs, no rank can train.
+        cls: class name of the optimizer.
+        needed: ranks cannot train without the hook or the initialization that it runs.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class InitializationHook(tf.compat.v1.train.SessionRunHook):
         _refuse_sessions(self._graph)
 
     def use(self) -> None:
-        """Note that the session has this hook, or that something else does what it would do."""
+        """Record that a session has this hook, or that something else does the work of the hook."""
         unused = self._graph.get_collection_ref(_UNUSED)
         if self in unused:
             unused.remove(self)
             _refuse_sessions(self._graph)
 
     def begin(self) -> None:
-        """Make the operation, before the graph is finalized."""
+        """Make the operations, before the graph is finalized."""
         self.use()
         self._operation = self._get_init_op()
         self._end = self._get_end_op()
@@ -72,25 +72,25 @@ class InitializationHook(tf.compat.v1.train.SessionRunHook):
                 tf.compat.v1.tables_initializer(),
             )
             graph.add_to_collection(keys.LOCAL_INIT_OP, tf.group(*initializers))
-            if not graph.get_collection(_READY):  # It holds the check of another hook that is not used.
+            if not graph.get_collection(_READY):  # Otherwise it holds the check of another, unused hook.
                 graph.add_to_collection(_READY, tf.constant([], dtype=tf.string))
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Run it."""
+        """Run the initialization."""
         session.run(self._operation)
 
     def end(self, session: tf.compat.v1.Session) -> None:
-        """Wait for the other ranks; where training is asynchronous, until they have ended it."""
+        """End training and wait for the other ranks; in asynchronous training, until all of them have ended it."""
         session.run(self._end)
         self._wait()
 
 
 def _refuse_sessions(graph: tf.Graph) -> None:
-    """Make every session of a graph fail that ``MonitoredTrainingSession`` creates without a hook made for it.
+    """Make ``MonitoredTrainingSession`` fail if it creates a session without the hook made for it.
 
-    Otherwise a rank that is not chief would wait for its variables, and the others for that rank. What a session runs
-    to find out whether variables are initialized raises the error. Where the hook can be dispensed with, it raises the
-    error only if the variables are not initialized, as on a rank that is not chief.
+    Otherwise a rank that is not chief would wait for its variables, and the others for that rank. The operation with
+    which a session checks whether variables are initialized raises the error. If the hook is optional, it does so only
+    if the variables are not initialized, as on a rank that is not chief.
     """
     ready, unused = graph.get_collection_ref(_READY), graph.get_collection_ref(_UNUSED)
     ready[:] = [each for each in ready if not each.op.name.startswith(_CHECK)]

@@ -1,4 +1,4 @@
-"""The operation by which a session lets all ranks begin alike, from the root's centers."""
+"""The operation with which a session starts all ranks from the root's centers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, value_of
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
+from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT
 from hvd_periodic.tensorflow.contrib_opt.shared_center import SharedCenter
-from hvd_periodic.tensorflow.contrib_opt.startup import ROOT
 
 
 class Initialization:
-    """Gives all ranks the root's centers and global step, then lets everything local start from the center.
+    """Broadcasts the root's centers and global step, then sets all local variables from the center.
 
     Args:
-        name: of the optimizer.
+        name: name of the optimizer.
         communicator: the ranks that exchange.
-        getter: knows replicas, centers and companions.
-        counters: knows what has to be initialized before, and which counters are saved.
-        first_companion: returns what the second variable per trainable variable starts from, given the center.
+        getter: holds replicas, centers and companions.
+        counters: holds the checks that variables are initialized, and the counters that checkpoints hold.
+        first_companion: returns the initial value of the second variable of a trainable variable, given its center.
 
     Attributes:
-        times: how many of these operations there are.
+        times: number of these operations.
         shared_centers: the asynchronous centers.
     """
 
@@ -51,15 +51,15 @@ class Initialization:
         self.shared_centers: list[SharedCenter] = []
 
     def begin_within(self, together: TrainingGroup, prefix: str, global_step: Any) -> None:
-        """Reach the groups of ranks too, under names of no other optimizer, and give all this global step, if any."""
+        """Include the groups of ranks, set a unique prefix of names, and also broadcast this global step, if any."""
         self._together, self._prefix, self._global_step = together, prefix, global_step
 
     def start_buffers(self, pairs: Iterable[tuple[tf.Variable, Any]]) -> None:
-        """Let centers, which come first in these pairs, start from the root's statistics, which come second."""
+        """Start centers of statistics from the root's statistics, given (center, statistic) pairs."""
         self._buffer_centers += pairs
 
     def start_centers(self, variables: Sequence[Any]) -> Assigned:
-        """Let centers start where the replicas are; a script may have restored these alone, as for fine-tuning."""
+        """Set centers to the replicas; a script may have restored only these, for example for fine-tuning."""
         assigned: Assigned = []
         for variable in variables:
             center = self._getter.centers[variable.ref()]
@@ -70,7 +70,7 @@ class Initialization:
         return assigned
 
     def operation(self, of_centers: Sequence[Any]) -> tf.Operation:
-        """Return the operation; it also gives all ranks the root's variables of what belongs to the centers."""
+        """Return the operation; it also broadcasts the root's ``of_centers``, the state kept with the centers."""
         self.times += 1
         shared = [
             *self._getter.centers.values(),
@@ -93,7 +93,7 @@ class Initialization:
             return tf.group(*assigned, name=f"{self._name}.initialize.{times}")
 
     def _from_root(self, value: tf.Tensor, name: str) -> tf.Tensor:
-        """Return the root's value: first those who exchange with it get it, then the others of their groups."""
+        """Return the root's value, sent to the ranks that exchange with it, then to the others of their groups."""
         value = self._communicator.broadcast(value, f"{self._prefix}.{name}", ROOT)
         together = self._together
         if together is not None and together.group is not None:
@@ -101,7 +101,7 @@ class Initialization:
         return value
 
     def _start_from_centers(self) -> Assigned:
-        """Let what is local start from the centers, and those of statistics from these."""
+        """Set local variables from the centers, and the centers of statistics from the statistics."""
         assigned = [
             center.assign(tf.cast(value_of(statistic), center.dtype)) for center, statistic in self._buffer_centers
         ]

@@ -1,4 +1,4 @@
-"""Model averaging for graphs of TensorFlow 1."""
+"""Model averaging for TensorFlow 1 graphs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class ModelAverageOptimizer(GraphOptimizer):
     Args:
         opt: the local optimizer, a ``tf.compat.v1.train.Optimizer``.
         num_worker: number of ranks, ``hvd.size()``.
-        is_chief: accepted; all ranks update their own copy of the center.
-        ma_custom_getter: the getter that the model was created with; or None, for scripts that know none: their own
-            trainable variables are the replicas, and what else there is, is among the global variables. Ranks that
-            ``hvd.broadcast_global_variables(0)`` has not started alike take over the root's at the first step.
+        is_chief: accepted and passed to the hook; every rank updates its own copy of the center.
+        ma_custom_getter: the getter with which the model was created; or None, for scripts without one: their own
+            trainable variables are the replicas; centers, slots and counters are global variables. If ranks start with
+            different values, without ``hvd.broadcast_global_variables(0)``, the first step broadcasts the root's.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        use_locking: accepted; in a synchronous exchange nothing is written concurrently.
-        name: of the optimizer.
+        use_locking: accepted and ignored; synchronous exchanges never write concurrently.
+        name: name of the optimizer.
         options: as in :class:`ElasticAverageOptimizer`.
 
     Raises:
-        TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size.
+        TypeError, ValueError: a refused argument, on every rank; ``num_worker`` is not Horovod's size.
         RuntimeError: Horovod is not initialized.
 
     References:
@@ -64,9 +64,9 @@ class ModelAverageOptimizer(GraphOptimizer):
         self._is_chief = is_chief
 
     def get_init_op(self) -> tf.Operation:
-        """Return the operation that gives all ranks the root's centers, and starts the local replicas from them.
+        """Return the operation that broadcasts the root's centers and sets the local replicas to them.
 
-        All ranks run it, after the initializers; the hook of :meth:`make_session_run_hook` does.
+        All ranks run it after the initializers; the hook of :meth:`make_session_run_hook` does so.
         """
         return self._initialize()
 

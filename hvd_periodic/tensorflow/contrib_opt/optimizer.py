@@ -1,4 +1,4 @@
-"""What the optimizers for graphs of TensorFlow 1 have in common."""
+"""Base classes of the optimizers for TensorFlow 1 graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from hvd_periodic.tensorflow.contrib_opt.getters import belongs_to_optimizer
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import plain
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
 from hvd_periodic.tensorflow.contrib_opt.initialization import Initialization
-from hvd_periodic.tensorflow.contrib_opt.initialized import initialize_with
 from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, checked, reference_of, trained_by, with_gradient
 from hvd_periodic.tensorflow.contrib_opt.rates import SessionRates, learning_rate_of
 from hvd_periodic.tensorflow.contrib_opt.replica import (
@@ -33,8 +32,8 @@ from hvd_periodic.tensorflow.contrib_opt.replica import (
 )
 from hvd_periodic.tensorflow.contrib_opt.request import Request, spelled_as
 from hvd_periodic.tensorflow.contrib_opt.saver import saver_of_centers
+from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT, SessionStartup, initialize_with
 from hvd_periodic.tensorflow.contrib_opt.shared_center import SharedCenter
-from hvd_periodic.tensorflow.contrib_opt.startup import ROOT, Start
 from hvd_periodic.tensorflow.contrib_opt.step_end import StepEnd
 from hvd_periodic.tensorflow.contrib_opt.synchronous_phase import SynchronousPhase
 from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn, SessionTurns
@@ -49,16 +48,16 @@ _HOW_TO_START = {
     True: "Have sessions of some ranks alone been initialized or restored again after the first step?",
     False: "Has a session begun without the hook of make_session_run_hook() and without get_init_op()?",
 }
-"""What may have gone wrong where centers differ: without a custom getter, and with one."""
+"""Likely causes of different centers: without a custom getter, and with one."""
 
 
 class GraphOptimizer(tf.compat.v1.train.Optimizer):
-    """An optimizer that takes local steps, and exchanges every period.
+    """Takes local steps and exchanges every period.
 
     Args:
-        request: what its constructor was given.
+        request: the arguments of the constructor.
         use_locking: whether asynchronous exchanges in shared memory exclude each other.
-        name: of the optimizer.
+        name: name of the optimizer.
     """
 
     BETA = BETA
@@ -67,21 +66,21 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         super().__init__(use_locking, name)
         options = self._options = request.options
         communicator = self._communicator = ranks_of(options["process_set"])
-        # Its number is that of its exchanges.
+        # The optimizer and its exchanges share one number.
         prefix = communicator.unique_name(options["timeout_seconds"], provisional=True)
         cls = type(self).__name__
 
-        def granted() -> tuple[Algorithm, Any, Schedule, TensorFlowCommunicator | None]:
+        def validate() -> tuple[Algorithm, Any, Schedule, TensorFlowCommunicator | None]:
             if isinstance(request.opt, GraphOptimizer):
                 raise TypeError(f"`{cls}` takes no optimizer that exchanges already; those of PyTorch and Keras do")
-            return request.granted(cls, communicator)
+            return request.validate(cls, communicator)
 
-        found = build_on_all(communicator, prefix, granted)
+        found = build_on_all(communicator, prefix, validate)
         self._algorithm, self._moving, self._schedule, self._averaged = found
         self._opt: Any = request.opt
         self._asynchronous = bool(request.asynchronous)
         self._everywhere = self._asynchronous or options["center"] == "replicated"
-        self._adopts = request.getter is None
+        self._without_getter = request.getter is None
         getter = request.getter
         self._getter = request.getter_class("", _COLLECTIONS.GLOBAL_VARIABLES) if getter is None else getter
         self._center_optimizer: CenterOptimizer | HostCenterOptimizer | None = None
@@ -95,15 +94,15 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             self._averaged is not None,
             until,
             self._counters,
-            communicator if self._adopts else None,
+            communicator if self._without_getter else None,
             name,
         )
         self._initialization = Initialization(name, communicator, self._getter, self._counters, self._first_companion)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Pairs:
-        """Return the (gradient, variable) pairs of the wrapped optimizer, whose arguments these are."""
+        """Return the (gradient, variable) pairs of the wrapped optimizer, which gets these arguments."""
         pairs = self._warmup.compute_gradients(*args, **kwargs)
-        if self._adopts:
+        if self._without_getter:
             self._getter.adopt(trained_by(pairs))
         return pairs
 
@@ -113,13 +112,13 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         Args:
             grads_and_vars: pairs as :meth:`compute_gradients` returns them.
             global_step: incremented by one at every exchange; without a custom getter, at every local step.
-            name: of the operation.
+            name: name of the operation.
 
         Raises:
-            TypeError: pairs that are none.
+            TypeError: an element is not a pair.
             ValueError: no pairs, no gradients, a variable that was not created through the getter, or ranks that
                 disagree; on all ranks.
-            RuntimeError: the operation of ``get_init_op`` exists already, and would miss variables.
+            RuntimeError: ``get_init_op`` was called before; its operation would miss variables.
         """
         communicator = self._communicator
         prefix = communicator.unique_name()
@@ -130,7 +129,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                     "apply_gradients() after get_init_op(): the init op would miss variables that are created here. "
                     "Call get_init_op() last"
                 )
-            pairs = checked(grads_and_vars, self._getter, self._adopts)
+            pairs = checked(grads_and_vars, self._getter, self._without_getter)
             self._require_global_step(global_step)
             with spelled_as(type(self).__name__), tf.device(None), self._getter.paused():
                 return pairs, self._synchronizer(trained_by(pairs), prefix)
@@ -144,9 +143,9 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._initialization.begin_within(synchronizer.membership.all_ranks, prefix, global_step)
         with tf.device(None), self._getter.paused():
             self._create_slots_of(pairs)
-            made = [*self.variables(), *(self._getter.made() if self._adopts else [])]
+            made = [*self.variables(), *(self._getter.made() if self._without_getter else [])]
             self._counters.read_checked(made)
-            if self._adopts:
+            if self._without_getter:
                 initialize_with(found, [*made, *self._counters.made])
             with tf.control_dependencies(self._counters.check):
                 waited, updated = self._update(synchronizer, turn, pairs)
@@ -155,36 +154,36 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                     synchronizer,
                     turn,
                     global_step,
-                    not self._adopts,
+                    not self._without_getter,
                     lambda: self._initialization.start_centers(trained_by(pairs)),
                 )
                 self._ends.append(end)
                 return end.after(waited, updated)
 
     def _create_slots_of(self, pairs: Pairs) -> None:
-        """Create what the wrapped optimizer needs, before conditionals do."""
+        """Create the variables of the wrapped optimizer outside of conditionals."""
         trained = trained_by(pairs)
         with tf.init_scope():
             plain(self._opt)._create_slots(trained)
         belongs_to_optimizer(*self._opt.variables())
-        if not self._adopts:
+        if not self._without_getter:
             _keep_local(self._opt.variables())
 
     def _update(self, synchronizer: VariableSynchronizer, turn: SessionTurn, pairs: Pairs) -> tuple[list[Any], Any]:
-        """Return what has to have happened before a local step is counted, and whether that is one with an update.
+        """Return the operations that precede the count of a local step, and whether the step updates the replica.
 
-        Without a hook that starts all ranks alike, the first step does: one whose gradients are of other values than it
-        then has leaves out the update.
+        Without a hook that gives all ranks the same start, the first step does. If it replaces the replica of a rank,
+        that rank skips the update, because its gradients belong to the old values.
         """
 
         def update() -> Assigned:
             return [self._opt.apply_gradients(pairs), *self._accumulate(synchronizer, pairs)]
 
-        if not self._adopts:
+        if not self._without_getter:
             return update(), True
         own = [*self.variables(), *self._getter.made(), *self._counters.made]
         with tf.control_dependencies([gradient for gradient, _ in with_gradient(pairs)]), control_flow_v1():
-            start = Start(synchronizer, turn, self._getter, own, self._counters.first)
+            start = SessionStartup(synchronizer, turn, self._getter, own, self._counters.first)
             replaced = start.replaced(lambda: self._initialization.start_centers(trained_by(pairs)))
             with tf.control_dependencies([replaced]):
                 done = tf.cond(replaced, lambda: tf.constant(False), branch(update))
@@ -199,7 +198,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         return list(self._opt.get_slot_names())
 
     def variables(self) -> list[Any]:
-        """Return the variables of the wrapped optimizer and of the one that moves the center."""
+        """Return the variables of the wrapped optimizer and of the center's optimizer."""
         center = [] if self._center_optimizer is None else self._center_optimizer.variables()
         return [*self._opt.variables(), *center]
 
@@ -208,8 +207,8 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
 
         Args:
             var_list: variables, or a dict by name. Default: all trainable variables.
-            name: of the saver.
-            kwargs: for ``Saver``.
+            name: name of the saver.
+            kwargs: arguments of ``Saver``.
 
         Raises:
             RuntimeError: no variable was created through the getter.
@@ -217,17 +216,17 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         return saver_of_centers(self._getter, var_list, name, **kwargs)
 
     def _initialize(self) -> tf.Operation:
-        """Return the operation that gives all ranks the root's centers, and starts the local replicas from them."""
+        """Return the operation that broadcasts the root's centers and sets the local replicas to them."""
         for hook in self._hooks:
             hook.use()
         moved = [] if self._center_optimizer is None else self._center_optimizer.variables()
         return self._initialization.operation([*self._getter.vectors.values(), *moved] if self._everywhere else [])
 
     def finalize(self) -> None:
-        """Wait until all groups of ranks have come to their end; the hook of ``make_session_run_hook`` does it too.
+        """Wait until all groups of ranks have ended; the hook of ``make_session_run_hook`` does this too.
 
-        The first process that ends takes Horovod from all others. Outside of groups there is nothing to wait for. A run
-        log ends here, with the counters of the last exchange; the hook, which has a session, knows those of the end.
+        The first process that ends shuts Horovod down for all others. Without groups there is nothing to wait for. This
+        call ends a run log with the counters of the last exchange; the hook, which has a session, with the final ones.
         """
         for synchronizer in self._synchronizers:
             if synchronizer.journal.begun and not synchronizer.journal.over:
@@ -237,8 +236,8 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
     def get_final_op(self) -> tf.Operation:
         """Return the operation that ends asynchronous training.
 
-        It waits, asleep, until all ranks run it, and puts the final center into the center variables. The hook of
-        :meth:`make_session_run_hook` runs it at the end of its session; in a plain session run it after the last step.
+        It sleeps until all ranks run it, and then stores the final center in the center variables. The hook of
+        :meth:`make_session_run_hook` runs it at the end of its session; in a plain session, run it after the last step.
 
         Raises:
             RuntimeError: the optimizer is synchronous, or ``apply_gradients`` has not been called.
@@ -255,16 +254,17 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                 return tf.group(*self._told(), name=f"{self._name}.final")
 
     def get_land_op(self) -> tf.Operation:
-        """Return the operation that waits for an exchange in flight, which center and replica take.
+        """Return the operation that waits for the exchange in flight and applies it to center and replica.
 
-        With ``overlap``, all ranks run it before the center is evaluated or saved: no checkpoint holds what is in
-        flight. The hook of ``make_session_run_hook`` runs it at the end of its session. Otherwise it does nothing.
+        With ``overlap``, all ranks run it before the center is evaluated or saved: no checkpoint holds an exchange in
+        flight. The hook of ``make_session_run_hook`` runs it at the end of its session. Without ``overlap`` it does
+        nothing.
 
         Raises:
             RuntimeError: ``apply_gradients`` has not been called.
         """
         if not self._ends:
-            raise RuntimeError("get_land_op() is for a step: call apply_gradients() or minimize() first")
+            raise RuntimeError("get_land_op() needs a train op: call apply_gradients() or minimize() first")
         with tf.compat.v1.name_scope(None), tf.device(None):
             return tf.group(*self._landed(), name=f"{self._name}.land")
 
@@ -272,12 +272,12 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         return [end.land() for end in self._ends] if self._options["overlap"] else []
 
     def _told(self) -> list[tf.Operation]:
-        """Return what tells the run log that training is over."""
+        """Return the operations that tell the run log that training has ended."""
         pairs = zip(self._synchronizers, self._ends, strict=True)
         return [end.end() for synchronizer, end in pairs if synchronizer.journal.listeners]
 
     def _get_end_op(self) -> tf.Operation:
-        """Return what the hook runs at the end of its session."""
+        """Return the operation that the hook runs at the end of its session."""
         if self._asynchronous:
             return self.get_final_op()
         with tf.compat.v1.name_scope(None), tf.device(None):
@@ -286,20 +286,20 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                 return tf.group(*landed, *self._told(), name=f"{self._name}.end")
 
     def _hook(self, get_init_op: Callable[[], tf.Operation], is_chief: bool) -> InitializationHook:
-        needed, cls = not self._adopts, type(self).__name__
+        needed, cls = not self._without_getter, type(self).__name__
         hook = InitializationHook(get_init_op, is_chief, self.finalize, self._get_end_op, cls, needed)
         self._hooks.append(hook)
         return hook
 
     def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
-        """Return what the second variable per trainable variable starts from."""
+        """Return the initial value of the second variable of a trainable variable."""
         return center
 
     def _require_global_step(self, global_step: Any) -> None:
-        """Raise a ValueError if the algorithm needs one and there is none."""
+        """Raise a ValueError if the algorithm needs a global step and there is none."""
 
     def _accumulate(self, synchronizer: VariableSynchronizer, pairs: Pairs) -> list[Any]:
-        """Return what has to have happened with the gradients before an exchange."""
+        """Return the operations that use the gradients before an exchange."""
         return []
 
     def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
@@ -347,7 +347,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             shared = SharedCenter(synchronizer, centers, [v for _, v in named.averaged])
             self._initialization.shared_centers.append(shared)
         else:
-            exchanger.advice = _HOW_TO_START[self._adopts]
+            exchanger.advice = _HOW_TO_START[self._without_getter]
             for group in synchronizer.tensor_groups.statistics:
                 pairs = zip(group.center.tensors(), group.values.tensors(), strict=True)
                 self._initialization.start_buffers(pairs)
@@ -355,12 +355,12 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
 
 
 class InitializedByTask(GraphOptimizer):
-    """The optimizers whose initialization is asked for by task."""
+    """Base class of the optimizers whose initialization takes a task index."""
 
     def get_init_op(self, task_index: int) -> tf.Operation:
-        """Return the operation that gives all ranks the root's centers, and starts the local replicas from them.
+        """Return the operation that broadcasts the root's centers and sets the local replicas to them.
 
-        All ranks run it, after the initializers; the hook of :meth:`make_session_run_hook` does.
+        All ranks run it after the initializers; the hook of :meth:`make_session_run_hook` does so.
         """
         return self._initialize()
 
@@ -370,7 +370,7 @@ class InitializedByTask(GraphOptimizer):
 
 
 def _keep_local(variables: Sequence[Any]) -> None:
-    """Move what an optimizer keeps of the local replicas from the global to the local variables."""
+    """Move the variables of the local optimizer from GLOBAL_VARIABLES to LOCAL_VARIABLES."""
     graph = tf.compat.v1.get_default_graph()
     own = {variable.ref() for variable in variables}
     everywhere = graph.get_collection_ref(_COLLECTIONS.GLOBAL_VARIABLES)

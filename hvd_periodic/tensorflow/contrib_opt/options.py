@@ -1,4 +1,4 @@
-"""What constructors of optimizers for graphs of TensorFlow 1 take besides the arguments of ``tf.contrib.opt``."""
+"""Options of the optimizers for TensorFlow 1 graphs, in addition to the arguments of ``tf.contrib.opt``."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from hvd_periodic.wires.compression import Compression
 
 
 class SessionOptions(TypedDict, total=False):
-    """Options of the optimizers for sessions; those of :class:`~hvd_periodic.options.ExchangeOptions` mean the same.
+    """Options of the optimizers for sessions; they mean the same as in :class:`~hvd_periodic.options.ExchangeOptions`.
 
     Attributes:
-        buffers: ``"average"``: variables of the getter that are not trainable, such as moving averages of batch
-            normalization, become their mean over ranks at every exchange; ``"local"``: they are left alone.
+        buffers: ``"average"``: every exchange sets the getter's non-trainable variables, such as the moving averages of
+            batch normalization, to their mean over ranks; ``"local"``: exchanges do not change them.
         process_set: the Horovod process set that exchanges. Default: all ranks.
-        center: where the centers live: ``"replicated"`` on every rank, or ``"root"``, on rank 0 alone, with the state
-            of what moves them. The center variables of other ranks then keep the values that the session started with:
+        center: where the centers live: ``"replicated"``, on every rank, or ``"root"``, on rank 0 only, with the state
+            kept with them. The center variables of other ranks then keep the values with which the session started:
             evaluate and save on rank 0.
         compression: encoding of messages: ``hvdp.Compression.none``, ``fp16``, ``bf16``, ``int8`` or ``topk(0.01)``.
         overlap: number of local steps during which an exchange may be in flight while training continues, or
-            ``"period"``: until the next exchange. A checkpoint does not hold what is in flight: all ranks run
-            ``get_land_op()`` before. Without ``center="root"``.
+            ``"period"``: until the next exchange. A checkpoint does not hold an exchange in flight: all ranks run
+            ``get_land_op()`` before they save. Needs ``center="replicated"``.
         fragments: number of parts of the parameters that are exchanged one after another within every period.
-        weight: how much this rank counts in the mean over ranks: a number, or a function that Python calls once per
-            exchange; for algorithms that take a mean. None: all ranks count equally.
-        audit_every: number of exchanges after which ranks compare their centers to the bit. 0: never.
-        timeout_seconds: longest time that a rank waits for others in Python, as at exchanges: then training ends with
-            an error that names the missing ranks. None: forever.
-        center_file: of asynchronous exchange: a path, in whose pages the center lies, so that whatever ends the job
-            leaves it there, as a safetensors file. None: in memory only.
+        weight: weight of this rank in the mean over ranks: a number, or a function that Python calls once per
+            exchange; for algorithms that take a mean. None: all ranks have the same weight.
+        audit_every: number of exchanges after which ranks compare their centers bit by bit. 0: never.
+        timeout_seconds: longest time that a rank waits for others in Python, for example at an exchange; after it,
+            training ends with an error that names the missing ranks. None: forever.
+        center_file: in asynchronous exchange, the path of a safetensors file that holds the center, however the job
+            ends. None: in memory only.
     """
 
     buffers: Annotated[str, "average"]

@@ -21,16 +21,16 @@ def trained_by(pairs: Pairs) -> list[Any]:
     return [variable for _, variable in with_gradient(pairs)]
 
 
-def checked(grads_and_vars: Iterable[Any], getter: CustomGetter, adopts: bool) -> Pairs:
-    """Return pairs whose variables have centers.
+def checked(grads_and_vars: Iterable[Any], getter: CustomGetter, without_getter: bool) -> Pairs:
+    """Check that pairs are well-formed and their variables have centers; return them as a list.
 
     Args:
-        grads_and_vars: what a user has passed.
-        getter: knows the centers.
-        adopts: whether it takes variables that no getter created.
+        grads_and_vars: the user's argument.
+        getter: holds the centers.
+        without_getter: whether ``getter`` adopts variables that no getter created.
 
     Raises:
-        TypeError: pairs that are none.
+        TypeError: an element is not a pair.
         ValueError: no pairs, no gradients, or a variable without a center.
     """
     pairs = list(grads_and_vars)
@@ -44,9 +44,9 @@ def checked(grads_and_vars: Iterable[Any], getter: CustomGetter, adopts: bool) -
     trained = trained_by(pairs)
     if not trained:
         raise ValueError(f"There is no gradient for any variable: {[v.name for _, v in pairs]}")
-    if adopts:
+    if without_getter:
         getter.adopt(trained)
-    for variable in trained if adopts else [variable for _, variable in pairs]:
+    for variable in trained if without_getter else [variable for _, variable in pairs]:
         reference_of(variable, getter)
     return pairs
 

@@ -1,4 +1,4 @@
-"""Other algorithms for graphs of TensorFlow 1: DiLoCo, SlowMo, BMUF, and those of users."""
+"""Other algorithms for TensorFlow 1 graphs: DiLoCo, SlowMo, BMUF and your own."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from hvd_periodic.vectors.space import VectorSpace
 
 
 class PeriodicOptimizer(InitializedByTask):
-    """An optimizer of TensorFlow 1, with periodic exchange by any algorithm and schedule.
+    """A TensorFlow 1 optimizer with periodic exchange, with any algorithm and schedule.
 
-    What the algorithm keeps with the center, such as the momentum of :class:`hvd_periodic.DiLoCo`, is in global
-    variables ``global_center_variable/w/momentum``, which checkpoints hold and all ranks get from the root.
+    The algorithm's state, such as the momentum of :class:`hvd_periodic.DiLoCo`, is in global variables like
+    ``global_center_variable/w/momentum``, which checkpoints hold and all ranks receive from the root.
 
     Args:
         optimizer: the local optimizer, a ``tf.compat.v1.train.Optimizer``.
         num_worker: number of ranks, ``hvd.size()``.
-        custom_getter: the getter that the model was created with; or None, as in :class:`ElasticAverageOptimizer`.
+        custom_getter: the getter with which the model was created; or None, as in :class:`ElasticAverageOptimizer`.
         algorithm: an :class:`~hvd_periodic.Algorithm` whose workers keep no vectors, or a function that makes one.
         period: local steps between exchanges, or a schedule.
-        name: of the optimizer.
-        outer_optimizer: a ``tf.compat.v1.train.Optimizer`` that moves the center, in a copy with a state of its own,
-            for algorithms that take one, as DiLoCo does. Default: None, the algorithm itself.
+        name: name of the optimizer.
+        outer_optimizer: a ``tf.compat.v1.train.Optimizer``, for algorithms that take one, such as DiLoCo; a copy of it,
+            with its own state, moves the center. Default: the algorithm itself moves it.
         options: as in :class:`ElasticAverageOptimizer`.
 
     Raises:
-        TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size.
+        TypeError, ValueError: a refused argument, on every rank; ``num_worker`` is not Horovod's size.
         RuntimeError: Horovod is not initialized.
 
     Example::
@@ -76,10 +76,10 @@ class PeriodicOptimizer(InitializedByTask):
 
 
 def _without_workers(algorithm: Algorithm) -> Algorithm:
-    """Return an algorithm whose workers keep no vectors.
+    """Return the algorithm if its workers keep no vectors and see no gradients.
 
     Raises:
-        ValueError: they do, or see every gradient.
+        ValueError: its workers keep vectors or see gradients.
     """
     if algorithm.uses_gradients or algorithm.init_worker(VectorSpace(), np.zeros(1)):
         raise ValueError(

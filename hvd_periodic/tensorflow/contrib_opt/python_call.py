@@ -1,4 +1,4 @@
-"""Python code that the operations of a session wait for: values of variables go in, and come back."""
+"""Python code that the operations of a session wait for: it takes and returns the values of variables."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def python_call(
     inputs: Sequence[tf.Tensor] = (),
     kinds: Sequence[tf.DType] = (),
 ) -> tuple[list[tf.Tensor], Assigned]:
-    """Let the session wait for Python code; return what this returns, and what assigns the variables that it changes.
+    """Make a session wait for Python code; return its results, and the assignments of the variables that it changes.
 
-    Nothing orders the operations of a session: callers have to say what the reads wait for, and run the assignments,
-    of which the branches are of version 1. TensorFlow raises an error of Python as a ``tf.errors.OpError`` that cites
-    its type and text.
+    Nothing orders the operations of a session: callers set the control dependencies of the reads and run the
+    assignments, which need version 1 control flow. TensorFlow raises a Python error as a ``tf.errors.OpError`` that
+    cites its type and text.
 
     Args:
-        run: Python code that reads and writes variables through ``values``, given ``inputs``.
-        values: arrays that stand for the variables of ``stores`` meanwhile.
-        stores: all variables that it reads or writes.
-        inputs: what else it is given.
-        kinds: the dtypes of the arrays that it returns.
+        run: Python code that gets ``inputs``, and reads and writes variables through ``values``.
+        values: provides arrays that represent the variables of ``stores`` meanwhile.
+        stores: all variables that the code reads or writes.
+        inputs: arguments of the code.
+        kinds: dtypes of the arrays that the code returns.
     """
     given = Blocks(stores)
     results: list[np.ndarray] = []
@@ -66,7 +66,7 @@ def python_call(
 
 
 def _assign(store: TensorStore, blocks: Sequence[Bucket], vectors: Sequence[tf.Tensor]) -> Assigned:
-    """Return what assigns blocks."""
+    """Return the operations that assign blocks of a store."""
     store.load_variables()
     for block, vector in zip(blocks, vectors, strict=True):
         store.write(block, tf.ensure_shape(vector, [block.size]))

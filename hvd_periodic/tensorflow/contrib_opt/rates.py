@@ -1,4 +1,4 @@
-"""Learning rates of the optimizers of TensorFlow 1, and the default of the elastic term, which is made of them."""
+"""Learning rates of TensorFlow 1 optimizers, and the default strength of the elastic term, which depends on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DESCENDING = (
     tf.compat.v1.train.MomentumOptimizer,
     tf.compat.v1.train.ProximalGradientDescentOptimizer,
 )
-"""Optimizers whose step is the learning rate times gradients; all others of TensorFlow 1 rescale them."""
+"""Optimizers whose step is the learning rate times gradients; all other TensorFlow 1 optimizers rescale gradients."""
 
 
 def _rate_as_given(opt: Any) -> Any:
@@ -25,20 +25,20 @@ def _rate_as_given(opt: Any) -> Any:
 
 
 def learning_rate_of(opt: Any) -> float | None:
-    """Return the learning rate of an optimizer of TensorFlow 1; None where it is not a number."""
+    """Return the learning rate of a TensorFlow 1 optimizer; None if it is not a number."""
     rate = _rate_as_given(opt)
     return float(rate) if isinstance(rate, Real) else None
 
 
 class SessionRates(LearningRates):
-    """The learning rate of an optimizer of TensorFlow 1, for all variables; one that is no number, as a session has it.
+    """The learning rate of a TensorFlow 1 optimizer for all variables; the session provides it if it is not a number.
 
     Args:
         opt: the optimizer.
         count: number of variables.
 
     Attributes:
-        given: the value in the session, if :meth:`in_session` asks for it.
+        given: the value in the session, if :meth:`in_session` returns a tensor.
 
     Raises:
         ValueError: the optimizer has no learning rate.
@@ -53,14 +53,14 @@ class SessionRates(LearningRates):
             raise ValueError(f"The algorithm needs the learning rate of local steps. {type(opt).__name__} has none")
 
     def in_session(self) -> dict[str, tf.Tensor]:
-        """Return a rate that is no number as a tensor of the graph that is being built, by name."""
+        """Return a learning rate that is not a number, by name, as a tensor of the graph being built."""
         rate = _rate_as_given(self._opt)
         number = isinstance(rate, Real)
         return {} if number else {"learning_rate": tf.convert_to_tensor(rate() if callable(rate) else rate)}
 
 
 def default_rho(moving_rate: float, opt: Any) -> float:
-    """Return contrib's ``moving_rate / learning_rate``; warn where it means something else than in contrib's algorithm.
+    """Return contrib's ``moving_rate / learning_rate``; warn if the optimizer rescales gradients.
 
     Raises:
         ValueError: the learning rate is not a positive number.
@@ -74,7 +74,7 @@ def default_rho(moving_rate: float, opt: Any) -> float:
         )
     rho = moving_rate / rate
     if not isinstance(opt, _DESCENDING):
-        # The term adds ρ (x − lc) to a gradient of which an adaptive optimizer keeps little more than the sign.
+        # The term adds ρ (x − lc) to the gradient, but adaptive optimizers keep little more than the sign of the sum.
         warnings.warn(
             f"`ElasticAverageOptimizer(rho=None)` is moving_rate / learning_rate = {rho:.4g}, which suits gradient "
             f"descent. {type(opt).__name__} rescales gradients, and may follow the elastic term alone and not train: "

@@ -1,4 +1,4 @@
-"""Variables of a TensorFlow 1 graph as a replica."""
+"""The variables of a TensorFlow 1 graph as a replica, and the optimizers of its center."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from hvd_periodic.vectors.store import Store
 
 
 class GraphReplica(VariableReplica):
-    """Local replicas of a graph, whose centers and companions exist already.
+    """The local replicas of a graph, whose centers and companions exist already.
 
-    Python computes with arrays, while a session waits for it; graphs with tensors.
+    Python computes with arrays while a session waits for it; graphs compute with tensors.
 
     Args:
         named: the variables by role.
-        vectors: the variables of the algorithm's state that exist, by name.
-        new_variable: makes those that do not.
+        vectors: the existing variables of the algorithm's state, by name.
+        new_variable: makes the variables that do not exist yet.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class GraphReplica(VariableReplica):
 
     @property
     def space(self) -> VectorSpace[Any]:
-        """The verbs on arrays; while a graph is built, on tensors."""
+        """Vector operations on arrays; on tensors while a graph is built."""
         return self._host_space if tf.executing_eagerly() else self.tensor_space
 
     @space.setter
@@ -52,25 +52,25 @@ class GraphReplica(VariableReplica):
         self._host_space = space
 
     def new_store(self, layout: Layout, name: str) -> Store[Any]:
-        """Return the variables that exist for this vector, or new ones."""
-        if name not in self._vectors or not layout.specs:  # A center that lives elsewhere has no part here.
+        """Return the existing variables of this vector, or new ones."""
+        if name not in self._vectors or not layout.specs:  # Empty if the center is on another rank.
             return super().new_store(layout, name)
         return ArrayStore(layout, self._vectors[name], self.values)
 
     def new_offloaded_store(self, layout: Layout, name: str) -> Store[Any]:
-        """Return the same."""
+        """Return :meth:`new_store`: the vectors of a session are not offloaded."""
         return self.new_store(layout, name)
 
     def local(self, algorithm: Algorithm, worker: dict[str, Store[Any]]) -> int:
-        """Say whether there are gradients; what the local rule makes of them is not part of a function."""
+        """Return whether there are gradients; the graph, not a function, applies the local rule."""
         return int(any(gradient is not None for gradient in self.gradients))
 
 
 class GraphOuterOptimizer(VariableOuterOptimizer):
-    """An optimizer of TensorFlow 1 that moves the center, whose state is in variables of the session.
+    """A TensorFlow 1 optimizer that moves the center, with its state in variables of the session.
 
     Attributes:
-        given: the values of the hyper-parameters that have one in the session only, as :meth:`in_session` names them.
+        given: values of the hyper-parameters that only the session knows, in the order of :meth:`in_session`.
     """
 
     given: Sequence[np.ndarray] = ()
@@ -78,13 +78,13 @@ class GraphOuterOptimizer(VariableOuterOptimizer):
     _in_python: HostCenterOptimizer | None = None
 
     def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
-        """Create what the optimizer needs, before a conditional does."""
+        """Create the variables of the optimizer outside of conditionals."""
         self._center, self._gradient = center, gradient
         self._moved.create(center.tensors())
 
     @property
     def is_in_session(self) -> bool:
-        """Whether its state is in variables of the session; that of an asynchronous center is not."""
+        """Whether its state is in variables of the session; not so for an asynchronous center."""
         return isinstance(self._moved, CenterOptimizer)
 
     def state_variables(self) -> list[Any]:
@@ -92,7 +92,7 @@ class GraphOuterOptimizer(VariableOuterOptimizer):
         return _state_of(self._moved.optimizer, self._center.tensors())
 
     def in_session(self) -> dict[str, tf.Tensor]:
-        """Return the hyper-parameters that are no numbers, as tensors of the graph that is being built, by name."""
+        """Return the hyper-parameters that are not numbers, by name, as tensors of the graph being built."""
         return {
             name: tf.convert_to_tensor(value() if callable(value) else value)
             for name, value in vars(self._moved.optimizer).items()
@@ -100,7 +100,7 @@ class GraphOuterOptimizer(VariableOuterOptimizer):
         }
 
     def step(self) -> None:
-        """Move the center by its gradient."""
+        """Apply the gradient to the center."""
         values = self._values
         if not self.is_in_session or values is None:
             super().step()
@@ -114,7 +114,7 @@ class GraphOuterOptimizer(VariableOuterOptimizer):
             values.write(variable, np.asarray(array).reshape(-1))
 
     def _stepped(self, arrays: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the centers and the state after a step, given those before it, the centers first."""
+        """Take a step in Python; ``arrays`` and the result hold the centers, then the state."""
         centers, state = [np.array(array) for array in arrays[: len(gradients)]], arrays[len(gradients) :]
         if self._in_python is None:
             optimizer = self._moved.optimizer
@@ -127,12 +127,12 @@ class GraphOuterOptimizer(VariableOuterOptimizer):
         return [*centers, *self._in_python.state()]
 
     def followed(self) -> list[Any]:
-        """Return that nothing is read: hyper-parameters are numbers, or given."""
+        """Return no variables: hyper-parameters are numbers, or in ``given``."""
         return []
 
 
 class CenterOptimizer:
-    """A copy of the local optimizer over the center variables, with slots and non-slot variables of its own.
+    """A copy of the local optimizer over the center variables, with its own slots and other variables.
 
     ``tf.contrib.opt`` applied the local optimizer itself, so that Adam's powers of β advanced at local steps as well.
 
@@ -141,7 +141,7 @@ class CenterOptimizer:
 
     Attributes:
         optimizer: the copy.
-        others: like this, each for a fragment of the parameters.
+        others: the clones of this object, one per fragment of the parameters.
     """
 
     follows_rate = False
@@ -156,19 +156,19 @@ class CenterOptimizer:
         self.optimizer._name = f"center_{local.get_name()}"
 
     def clone(self) -> CenterOptimizer:
-        """Return one like this that has no center yet."""
+        """Return a clone without a center."""
         self.others.append(CenterOptimizer(self._local))
         return self.others[-1]
 
     def variables(self) -> list[Any]:
-        """Return the slots and other variables of all of them."""
+        """Return the slots and other variables of this optimizer and its clones."""
         return [variable for each in (self, *self.others) for variable in each.optimizer.variables()]
 
     def create(self, centers: Sequence[tf.Variable]) -> None:
-        """Create slots and other variables, before a conditional needs them.
+        """Create slots and other variables outside of conditionals.
 
-        Scripts for ``tf.contrib.opt``, its own tests among them, take global variables with "beta" in their names, and
-        those with the optimizer's name outside of the center, for what has to be local: these are called otherwise.
+        Scripts for ``tf.contrib.opt``, including its own tests, assume that global variables must be local if their
+        names contain "beta", or the optimizer's name outside of the center. These variables therefore get other names.
         """
 
         def rename(make: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
@@ -178,14 +178,14 @@ class CenterOptimizer:
                 arguments["name"] = f"{GLOBAL_VARIABLE_NAME}/{self.optimizer.get_name()}/{own}"
             return make(**arguments)
 
-        if not centers:  # They are on another rank.
+        if not centers:  # The centers are on another rank.
             return
         with tf.compat.v1.name_scope(None), tf.variable_creator_scope(rename):
             self.optimizer._create_slots(list(centers))
         belongs_to_optimizer(*self.optimizer.variables())
 
     def settings(self) -> dict[str, object]:
-        """Return the hyper-parameters that are numbers; those that are tensors can be read in a session only."""
+        """Return the hyper-parameters that are numbers; only a session can read tensors."""
         return {
             f"{name.lstrip('_')} of the center optimizer": value
             for name, value in sorted(vars(self.optimizer).items())
@@ -193,26 +193,26 @@ class CenterOptimizer:
         }
 
     def hyperparameters(self) -> None:
-        """Return None: what is a number is the same on all ranks."""
+        """Return None: all ranks have the same numbers."""
 
     def take_rate(self, given: Any, maximum: Any) -> None:
-        """Do nothing: hyper-parameters are those of this rank."""
+        """Do nothing: each rank uses its own hyper-parameters."""
 
 
 class HostCenterOptimizer:
-    """A copy of the local optimizer in a graph and a session of its own, for a center in host memory.
+    """A copy of the local optimizer in a separate graph and session, for a center in host memory.
 
-    It may have to step while the session of the user does something else, or on behalf of another rank.
+    It may have to step while the user's session does something else, or on behalf of another rank.
 
     Args:
         local: the local optimizer.
-        given: dtypes and shapes of the hyper-parameters that every step is given, by the names of the attributes.
+        given: dtypes and shapes of the hyper-parameters that every step gets, by attribute name.
 
     Attributes:
-        optimizer: that one.
+        optimizer: the local optimizer.
 
     Raises:
-        ValueError: another hyper-parameter is a tensor, which belongs to the graph of the user.
+        ValueError: a hyper-parameter that is not ``given`` is a tensor, which belongs to the user's graph.
     """
 
     follows_rate = False
@@ -232,20 +232,20 @@ class HostCenterOptimizer:
         self.optimizer = local
 
     def shapes(self, centers: Sequence[tuple[str, tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of the variables that the optimizer has over such centers: make one and look."""
+        """Create the graph for such centers; return shapes and dtypes of the optimizer's variables."""
         self._make([(shape, dtype) for _, shape, dtype in centers])
         return [(tuple(variable.shape), variable.dtype.base_dtype.name) for variable in self._state]
 
     def bind_host(
         self, parameters: Sequence[Any], centers: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
     ) -> None:
-        """Make the graph for these centers."""
+        """Create the graph for these centers."""
         self._make([(center.shape, center.dtype.name) for center in centers])
 
     def step_host(
         self, centers: Sequence[np.ndarray], gradients: Sequence[np.ndarray], given: Sequence[np.ndarray] = ()
     ) -> None:
-        """Move the arrays."""
+        """Apply gradients to the centers, in place."""
         fed = dict(zip(self._placeholders, (*centers, *gradients, *given), strict=True))
         self._session.run(self._assigned, fed)
         self._session.run(self._applied, fed)
@@ -253,7 +253,7 @@ class HostCenterOptimizer:
             array[...] = value
 
     def variables(self) -> list[Any]:
-        """Return none: they are not in the graph of the user."""
+        """Return no variables: they are not in the user's graph."""
         return []
 
     def state(self) -> list[np.ndarray]:
@@ -269,10 +269,10 @@ class HostCenterOptimizer:
         return CenterOptimizer(self.optimizer).settings()
 
     def hyperparameters(self) -> None:
-        """Return None: what is a number is the same on all ranks."""
+        """Return None: all ranks have the same numbers."""
 
     def take_rate(self, given: Any, maximum: Any) -> None:
-        """Do nothing: hyper-parameters are those of this rank."""
+        """Do nothing: each rank uses its own hyper-parameters."""
 
     def _make(self, centers: Sequence[tuple[tuple[int, ...], str]]) -> None:
         graph, v1 = tf.Graph(), tf.compat.v1
@@ -297,15 +297,15 @@ class HostCenterOptimizer:
             self._loaded = [v.assign(value) for v, value in zip(self._state, self._values, strict=True)]
             self._results = [center.read_value() for center in self._centers]
             initialized = v1.global_variables_initializer()
-        # Threads of its own: it runs while those of the user's session may all wait for it.
+        # Separate threads: all threads of the user's session may be waiting for this one.
         config = v1.ConfigProto(device_count={"GPU": 0}, use_per_session_threads=True)
         self._session = v1.Session(graph=graph, config=config)
         self._session.run(initialized)
 
 
 def _is_given(name: str, value: object) -> bool:
-    """Return whether an attribute of an optimizer is a hyper-parameter that has its value in a session only."""
-    if name.endswith("_tensor") or name.endswith("_t"):  # what an optimizer makes of its hyper-parameters by itself
+    """Return whether an attribute of an optimizer is a hyper-parameter whose value only a session knows."""
+    if name.endswith("_tensor") or name.endswith("_t"):  # computed by the optimizer from a hyper-parameter
         return False
     return callable(value) or isinstance(value, (tf.Tensor, tf.Variable))
 

@@ -1,4 +1,4 @@
-"""What a constructor is asked for, and whether that can be."""
+"""Checks the arguments of the constructors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvd_periodic.wires import as_wire
 
 
 def spelled_as(cls: str) -> AbstractContextManager[None]:
-    """Let messages inside a ``with`` block name the class of an optimizer where the core names an algorithm."""
+    """Name the class of an optimizer in messages inside a ``with`` block, in place of the core's algorithm."""
     return spelled({"ContribEASGD": cls, "AGN": cls})
 
 
@@ -34,13 +34,13 @@ class Request:
     Attributes:
         opt: the local optimizer.
         num_worker: number of ranks; must be Horovod's.
-        getter: the custom getter that created the variables; or None: the variables of the script are the replicas.
-        getter_class: the class that the getter has to be of.
+        getter: the custom getter that created the variables. None: the variables of the script are the replicas.
+        getter_class: required class of the getter.
         algorithm: makes the algorithm, or raises.
-        period: local steps between exchanges, by the name of its argument.
-        options: all others.
+        period: name of the argument, and the local steps between exchanges.
+        options: all other options.
         asynchronous: exchange without waiting for other ranks.
-        outer_optimizer: moves the center, if the user has passed one.
+        outer_optimizer: the user's optimizer for the center; None if there is none.
     """
 
     opt: Any
@@ -53,11 +53,13 @@ class Request:
     asynchronous: bool = False
     outer_optimizer: Any = None
 
-    def granted(
+    def validate(
         self, cls: str, communicator: Communicator
     ) -> tuple[Algorithm, Any, Schedule, TensorFlowCommunicator | None]:
-        """Return the algorithm, the optimizer of which a copy moves the center or None, the schedule, and the ranks
-        whose gradients a DistributedOptimizer inside averages.
+        """Check the arguments; return algorithm, outer optimizer, schedule and gradient group.
+
+        A copy of the outer optimizer moves the center; it is None if the algorithm does. The gradient group is the
+        ranks whose gradients a DistributedOptimizer inside averages, or None.
 
         Args:
             cls: name of the optimizer's class, for errors.
@@ -103,13 +105,13 @@ class Request:
         place = placement_of(self.options["center"]).name
         if place == "sharded":
             raise ValueError(
-                "`center='sharded'` is not for sessions: their checkpoints hold variables of one rank, which would not "
-                "have the whole center. Use 'root' or 'replicated'. Received: center='sharded'"
+                "`center='sharded'` is not for sessions: a checkpoint holds the variables of one rank, which would "
+                "not have the whole center. Use 'root' or 'replicated'. Received: center='sharded'"
             )
         if place == "root" and self.getter is None:
             raise ValueError(
-                f"`center='root'` needs a {self.getter_class.__name__}: scripts without one broadcast all global "
-                "variables, and those of what moves the center would be on rank 0 alone. Received: None"
+                f"`center='root'` needs a {self.getter_class.__name__}: scripts without a getter broadcast all global "
+                "variables, but the state kept with the center would exist on rank 0 only. Received: None"
             )
 
     def _check_getter(self, cls: str) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of the centers under the names of the variables of the model."""
+"""Checkpoints that hold the centers under the names of the model's variables."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def saver_of_centers(getter: CustomGetter, var_list: Any, name: str, **options: 
     """Return a ``tf.compat.v1.train.Saver`` that saves centers in place of their replicas.
 
     Args:
-        getter: knows the centers.
-        var_list: variables, or a dict by name; None: all trainable variables.
-        name: of the saver.
-        options: for ``Saver``.
+        getter: holds the centers.
+        var_list: variables, or a dict by name. None: all trainable variables.
+        name: name of the saver.
+        options: arguments of ``Saver``.
 
     Raises:
         RuntimeError: no variable was created through the getter.

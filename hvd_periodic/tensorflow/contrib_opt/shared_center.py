@@ -1,4 +1,4 @@
-"""The center of asynchronous exchange, outside of the steps of a graph."""
+"""Operations on an asynchronous center that are not part of a training step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hvd_periodic.tensorflow.graph import VariableSynchronizer
 
 
 class SharedCenter:
-    """The operations of an asynchronous center that are not part of a step.
+    """Starts and ends the exchanges with an asynchronous center.
 
     Args:
-        synchronizer: whose center it is.
-        centers: the variables of this rank that stand for the center of the parameters.
+        synchronizer: the synchronizer that exchanges with the center.
+        centers: this rank's variables for the center of the parameters.
         statistics: the variables that are averaged.
     """
 
@@ -34,7 +34,7 @@ class SharedCenter:
             self._stores.append(TensorStore(exchanger.tensor_groups.statistics[0].values.layout, statistics))
 
     def write(self) -> tf.Operation:
-        """Return the operation that lets the root set the center to the values of the variables."""
+        """Return the operation with which the root sets the center to the values of its variables."""
         if not self._is_root:
             return tf.no_op()
         for store in self._stores:

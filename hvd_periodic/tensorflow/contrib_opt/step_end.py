@@ -1,4 +1,4 @@
-"""The end of a step of a session: it is counted, and is an exchange if it is the last of its period."""
+"""The end of a session's step: counts the step, and exchanges if it is the last of its period."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from hvd_periodic.vectors.store import Store
 
 
 class StepEnd:
-    """Counts local steps, and exchanges at the last of each period.
+    """Counts local steps, and exchanges at the last step of each period.
 
     Args:
         synchronizer: counts and exchanges.
         turn: waits until all ranks exchange with this optimizer.
         global_step: incremented by one, if there is one.
-        counts_rounds: whether at every exchange, as in ``tf.contrib.opt``; otherwise at every local step: a Horovod
-            script knows steps, not rounds.
-        start_centers: returns what sets centers, and what belongs to them, to the replicas.
+        counts_rounds: whether ``global_step`` counts exchanges, as in ``tf.contrib.opt``; otherwise it counts local
+            steps, as a Horovod script expects.
+        start_centers: returns the operations that set centers and companions from the replicas.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StepEnd:
         self._start_centers = start_centers
 
     def after(self, waited: Sequence[Any], updated: Any) -> tf.Operation:
-        """Return the operation that counts a local step after ``waited``, and whether it ``updated``."""
+        """Return the operation that ends a local step after ``waited``; ``updated``: whether it changed the replica."""
         if not self._counts_rounds:
             with tf.control_dependencies(waited):
                 waited = self._increment() or waited
@@ -71,12 +71,12 @@ class StepEnd:
             return tf.group(*ended)
 
     def land(self) -> tf.Operation:
-        """Return the operation that lets replica and center take an exchange in flight."""
+        """Return the operation that applies the exchange in flight to replica and center."""
         with control_flow_v1():
             return tf.group(*self._call(None))
 
     def end(self) -> tf.Operation:
-        """Return the operation that tells the journal that training is over, if it has begun there."""
+        """Return the operation that tells the journal that training has ended, if the journal knows its beginning."""
         journal, progress = self._synchronizer.journal, self._synchronizer.progress
 
         def tell() -> None:
@@ -88,7 +88,7 @@ class StepEnd:
             return tf.group(*assigned)
 
     def _count(self, updated: Any) -> tuple[Any, Any]:
-        """Count a local step; return whether an exchange is due, and whether one in flight is to be taken without."""
+        """Count a local step; return whether an exchange is due, and whether only the one in flight is applied."""
         due = self._synchronizer.count(updated)
         return due, tf.logical_and(self._synchronizer.progress.is_landing_due, tf.logical_not(due))
 
@@ -97,7 +97,7 @@ class StepEnd:
         return [] if step is None else [step.assign_add(tf.ones([], step.dtype.base_dtype))]
 
     def _center_following(self, due: tf.Tensor) -> list[tf.Tensor]:
-        """Return what an exchange waits for: in a synchronous phase, that the center is what the replicas are."""
+        """Return the control inputs of an exchange; in a synchronous phase, they set the center to the replicas."""
         synchronizer = self._synchronizer
         if synchronizer.warmup.until is None:
             return [due]
@@ -112,11 +112,11 @@ class StepEnd:
         assigned = self._call(self._exchange_now)
         if not self._counts_rounds:
             return assigned
-        with tf.control_dependencies(assigned):  # One that fails does not count.
+        with tf.control_dependencies(assigned):  # A failed exchange does not count.
             return [*assigned, *self._increment()]
 
     def _exchange_now(self) -> None:
-        """Exchange, in Python. Nothing has told the journal that training has begun: sessions begin by themselves."""
+        """Exchange in Python; first report the start of training to the journal, since sessions do not."""
         exchanger = self._synchronizer.exchanger
         if not self._synchronizer.journal.begun:
             before = self._synchronizer.progress.counters
@@ -124,9 +124,9 @@ class StepEnd:
         exchanger.exchange()
 
     def _call(self, run: Callable[[], object] | None) -> Assigned:
-        """Return what assigns what Python makes of all variables of an exchange: it lands what is in flight, then runs.
+        """Make Python apply the exchange in flight and then call ``run``; return the assignments of changed variables.
 
-        What is in flight moves the center by the hyper-parameters that were given when it began.
+        The exchange in flight moves the center with the hyper-parameters given when it began.
         """
         synchronizer = self._synchronizer
         given = [list(each.in_session().values()) for each in self._given]
@@ -145,7 +145,7 @@ class StepEnd:
         return assigned
 
     def _stores(self) -> list[Store[Any]]:
-        """Return all variables that an exchange reads or writes."""
+        """Return the stores of all variables that an exchange reads or writes."""
         synchronizer, exchanger = self._synchronizer, self._synchronizer.exchanger
         stores = synchronizer.stores()
         if isinstance(exchanger, SessionAsynchronous) and exchanger.as_left is not None:

@@ -1,4 +1,4 @@
-"""The phase in which a DistributedOptimizer inside averages gradients, until local steps begin."""
+"""The synchronous phase, in which a DistributedOptimizer inside averages gradients before local steps begin."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import plain
 from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, trained_by, with_gradient
-from hvd_periodic.tensorflow.contrib_opt.startup import ROOT
+from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT
 from hvd_periodic.tensorflow.space import in_form_of
 
 
 class SynchronousPhase:
-    """Computes gradients, and averages them over ranks as long as no local step has begun.
+    """Computes gradients, and averages them over ranks until local steps begin.
 
     Args:
         opt: the local optimizer.
         distributed: whether it is a DistributedOptimizer.
-        until: the local step until which gradients are averaged instead; None if there is no such step.
+        until: the step up to which gradients are averaged; None if there is no such phase.
         counters: counts local steps.
-        communicator: the ranks that exchange, whose root alone may have restored its steps; None where a hook starts
-            all alike.
-        name: of the optimizer.
+        communicator: the ranks that exchange, of which the root alone may have restored its steps; None if a hook gives
+            all ranks the same start.
+        name: name of the optimizer.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SynchronousPhase:
         self._name = name
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Pairs:
-        """Return the (gradient, variable) pairs of the local optimizer, whose arguments these are."""
+        """Return the (gradient, variable) pairs of the local optimizer, which gets these arguments."""
         begun = self._begun()
         if begun is None or not self._distributed:
             return list(self._opt.compute_gradients(*args, **kwargs))
@@ -64,7 +64,7 @@ class SynchronousPhase:
         return steps >= self._until
 
     def _averaged_until(self, begun: tf.Tensor, pairs: Pairs) -> Pairs:
-        """Return pairs whose gradients the DistributedOptimizer averages until then."""
+        """Return pairs whose gradients the DistributedOptimizer averages until ``begun``."""
         gradients, variables = [gradient for gradient, _ in with_gradient(pairs)], trained_by(pairs)
         means: list[Any] = []
 

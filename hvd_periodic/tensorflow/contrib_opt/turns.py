@@ -1,4 +1,4 @@
-"""The order of exchanges that one run of a session starts at the same time."""
+"""One order on all ranks for the exchanges that one run of a session starts at the same time."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.membership import Membership
 
 _PATIENCE_SECONDS = 600.0
-"""For which a rank waits for the exchange of another of its optimizers, which other ranks are about to take part in."""
+"""How long a rank waits for the exchange of another of its optimizers, for which other ranks are ready."""
 
 _GIVES_UP = -1
-"""Says, in place of the number of an optimizer, that a rank has waited so long."""
+"""Replaces the number of an optimizer when a rank has waited for that long."""
 
 
 class SessionTurns:
-    """Lets ranks run the exchanges of several optimizers in one order.
+    """Makes all ranks run the exchanges of several optimizers in the same order.
 
-    Operations of a session that do not depend on each other start in any order, which may differ between ranks, and a
-    rank that exchanges keeps a thread of the session. So before each exchange, ranks tell each other which optimizer
-    they are about to exchange. Where they differ, the optimizer with the smallest number goes first, and the others
-    wait for its exchange on their rank. A session of one thread cannot start another exchange meanwhile: let one
-    optimizer depend on the other there.
+    Independent operations of a session start in any order, which may differ between ranks, and a rank that exchanges
+    keeps a thread of the session. Before each exchange, ranks therefore tell each other which optimizer is ready. If
+    they differ, the optimizer with the smallest number goes first, and the others wait for its exchange on their rank.
+    A session with one thread cannot start another exchange meanwhile: there, one optimizer must depend on the other.
 
     Args:
         communicator: the ranks.
 
     Attributes:
-        constructed: how many optimizers of these ranks there have been; a single one asks nobody.
+        constructed: number of optimizers constructed for these ranks; a single optimizer asks no other rank.
     """
 
     _of_ranks: ClassVar[dict[tuple[int, ...], SessionTurns]] = {}
@@ -47,14 +46,14 @@ class SessionTurns:
 
     @classmethod
     def of(cls, membership: Membership) -> SessionTurn:
-        """Return the turns of an optimizer among those of the same ranks."""
+        """Return the turns of an optimizer among the optimizers of the same ranks."""
         ranks = membership.communicator.global_ranks
         turns = cls._of_ranks.setdefault(tuple(ranks), cls(membership.communicator))
         turns.constructed += 1
         return SessionTurn(turns, membership.number)
 
     def begin(self, number: int) -> None:
-        """Wait until all ranks are about to exchange this optimizer."""
+        """Wait until all ranks are ready for the exchange of this optimizer."""
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: not self._busy)
@@ -73,18 +72,18 @@ class SessionTurns:
                     number = _GIVES_UP
 
     def _numbers_of_all(self, number: int) -> list[int]:
-        """Return the numbers of the optimizers that ranks are about to exchange.
+        """Return, by rank, the number of the optimizer that is ready to exchange.
 
         Raises:
-            RuntimeError: on all ranks, if one has waited too long for the exchange of another.
+            RuntimeError: a rank has waited too long for the exchange of another optimizer; on all ranks.
         """
         try:
             numbers: list[int] = self._communicator.gather_integers(np.array([number]), "hvd_periodic.turn").tolist()
             if _GIVES_UP in numbers:
                 raise RuntimeError(
                     "Ranks waited for exchanges of different optimizers. Run the train ops of the same optimizers on "
-                    "all ranks; give the session a thread for each (inter_op_parallelism_threads), or one train op a "
-                    "control dependency on the other"
+                    "all ranks; give the session a thread for each (inter_op_parallelism_threads), or give one train "
+                    "op a control dependency on the other"
                 )
         except Exception:
             with self._condition:
@@ -96,7 +95,7 @@ class SessionTurns:
         return self._done.get(number, 0) > before
 
     def end(self, number: int) -> None:
-        """Let other exchanges of this rank go on."""
+        """Let the other exchanges of this rank proceed."""
         with self._condition:
             self._done[number] = self._done.get(number, 0) + 1
             self._end()
@@ -114,7 +113,7 @@ class SessionTurn:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Exchange inside the ``with`` block."""
+        """Wait for the turn of this optimizer; it lasts until the ``with`` block ends."""
         self._turns.begin(self._number)
         try:
             yield
