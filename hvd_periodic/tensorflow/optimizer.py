@@ -157,8 +157,8 @@ class PeriodicOptimizer(ForwardedSettings):
     def finalize_variable_values(self, var_list: Any) -> None:
         """Leave training if required, then set the variables to the final values of the wrapped optimizer.
 
-        ``fit`` calls this after the last epoch. It leaves training with the callback ``FinalizeAtEnd`` or with
-        ``use_ema=True``, where the final values are the mean of all ranks' moving averages; then all ranks call it.
+        ``fit`` calls this after the last epoch. It leaves training with the callback ``FinalizeAtEnd``, or with
+        ``use_ema=True``: then the final values are the mean of all ranks' moving averages, and all ranks must call it.
         """
         end, self.fit_end = self.fit_end, None
         averages = any(each.use_ema for each in optimizers_inside(self))

@@ -1,4 +1,4 @@
-"""Options of the optimizers of TensorFlow 1 graphs, beside numpy's with the same; see ``scenarios.py``.
+"""Options of the optimizers for TensorFlow 1 graphs, compared with numpy's; see ``scenarios.py``.
 
 mpirun -np 2 python -m tests.parallel.contrib_options_scenarios FOLDER v1
 """

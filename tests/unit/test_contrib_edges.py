@@ -1,4 +1,4 @@
-"""Graphs as they come: job devices, partitions, shared getters, state of one worker; one process."""
+"""Real-world graphs: job devices, partitions, shared getters, state of one worker; one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of ``tf.contrib.opt``, and what its optimizers refuse; one process."""
+"""The interface of ``tf.contrib.opt``, and the arguments that its optimizers refuse; one process."""
 
 from __future__ import annotations
 

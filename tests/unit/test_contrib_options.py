@@ -1,4 +1,4 @@
-"""Options that sessions of TensorFlow 1 have in common with other front ends; one process."""
+"""Options that sessions share with the other front ends; one process."""
 
 from __future__ import annotations
 

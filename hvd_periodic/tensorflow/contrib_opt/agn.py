@@ -35,7 +35,7 @@ class AGNOptimizer(InitializedByTask):
         use_locking: in asynchronous exchange through shared memory, whether a rank that reads and adds excludes other
             ranks; without it, additions that collide may be lost. Synchronous exchanges never write concurrently.
         name: name of the optimizer.
-        outer_optimizer: a copy of it, with its own state, moves the center. Default: ``optimizer``.
+        outer_optimizer: the optimizer of which a copy, with its own state, moves the center. Default: ``optimizer``.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
         asynchronous: as in :class:`ElasticAverageOptimizer`; the hyper-parameters of the center's optimizer have to be
             numbers, and its state is lost when the process ends.

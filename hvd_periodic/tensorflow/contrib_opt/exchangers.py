@@ -1,4 +1,4 @@
-"""The strategies of exchange in sessions: Python runs those of the core while the session waits."""
+"""The strategies of exchange in sessions: Python runs the core's strategies while the session waits."""
 
 from __future__ import annotations
 

@@ -256,9 +256,8 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
     def get_land_op(self) -> tf.Operation:
         """Return the operation that waits for the exchange in flight and applies it to center and replica.
 
-        With ``overlap``, all ranks run it before the center is evaluated or saved: no checkpoint holds an exchange in
-        flight. The hook of ``make_session_run_hook`` runs it at the end of its session. Without ``overlap`` it does
-        nothing.
+        All ranks run it before the center is evaluated or saved: no checkpoint holds an exchange in flight. The hook of
+        ``make_session_run_hook`` runs it at the end of its session. Without ``overlap`` it does nothing.
 
         Raises:
             RuntimeError: ``apply_gradients`` has not been called.

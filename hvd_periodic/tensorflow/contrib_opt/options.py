@@ -16,7 +16,7 @@ class SessionOptions(TypedDict, total=False):
             batch normalization, to their mean over ranks; ``"local"``: exchanges do not change them.
         process_set: the Horovod process set that exchanges. Default: all ranks.
         center: where the centers live: ``"replicated"``, on every rank, or ``"root"``, on rank 0 only, with the state
-            kept with them. The center variables of other ranks then keep the values with which the session started:
+            that moves them. The center variables of other ranks then keep the values with which the session started:
             evaluate and save on rank 0.
         compression: encoding of messages: ``hvdp.Compression.none``, ``fp16``, ``bf16``, ``int8`` or ``topk(0.01)``.
         overlap: number of local steps during which an exchange may be in flight while training continues, or

@@ -30,8 +30,8 @@ class PeriodicOptimizer(InitializedByTask):
         algorithm: an :class:`~hvd_periodic.Algorithm` whose workers keep no vectors, or a function that makes one.
         period: local steps between exchanges, or a schedule.
         name: name of the optimizer.
-        outer_optimizer: a ``tf.compat.v1.train.Optimizer``, for algorithms that take one, such as DiLoCo; a copy of it,
-            with its own state, moves the center. Default: the algorithm itself moves it.
+        outer_optimizer: a ``tf.compat.v1.train.Optimizer``, for algorithms that take one, such as DiLoCo; a copy with
+            its own state moves the center. Default: the algorithm itself moves it.
         options: as in :class:`ElasticAverageOptimizer`.
 
     Raises:

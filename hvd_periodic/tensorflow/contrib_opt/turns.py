@@ -95,7 +95,7 @@ class SessionTurns:
         return self._done.get(number, 0) > before
 
     def end(self, number: int) -> None:
-        """Let the other exchanges of this rank proceed."""
+        """End the turn of an optimizer, so that the other exchanges of this rank proceed."""
         with self._condition:
             self._done[number] = self._done.get(number, 0) + 1
             self._end()
