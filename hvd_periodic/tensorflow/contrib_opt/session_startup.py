@@ -168,9 +168,9 @@ class SessionStartup:
                 lambda: [True] * len(self._parameters) + [not getter.is_anothers(v) for v in self._frozen],
             )
             found = begin_in_graph(synchronizer, self._turn, center, replica)
-            given = tf.cond(found.given, branch(self._give), _nothing)
+            given = tf.cond(found.from_root, branch(self._give), _nothing)
             with tf.control_dependencies([given]):
-                centered = tf.cond(found.anew, branch(start_centers), _nothing)
+                centered = tf.cond(found.from_parameters, branch(start_centers), _nothing)
             with tf.control_dependencies([centered]), tf.control_dependencies([self._first.finish()]):
                 return tf.identity(found.replaced)
 
@@ -207,23 +207,23 @@ def _nothing() -> tf.Tensor:
 
 
 @dataclass(frozen=True)
-class Startup:
+class StartDecision:
     """The actions of a graph before its first step; boolean scalars.
 
     Attributes:
-        anew: the center is set to the parameters.
-        given: all ranks take over the root's values.
+        from_parameters: the center is set to the parameters.
+        from_root: all ranks take over the root's values.
         replaced: the gradients of this rank belong to parameters that are replaced.
     """
 
-    anew: tf.Tensor
-    given: tf.Tensor
+    from_parameters: tf.Tensor
+    from_root: tf.Tensor
     replaced: tf.Tensor
 
 
 def begin_in_graph(
     synchronizer: VariableSynchronizer, turn: SessionTurn, center: tf.Tensor, replica: tf.Tensor
-) -> Startup:
+) -> StartDecision:
     """Compare the values of all ranks when the graph of a session runs, as :meth:`ReplicaSynchronizer.begin` does.
 
     A rank has loaded a state if its local steps are not 0.
@@ -242,7 +242,7 @@ def begin_in_graph(
     def begin(center: np.ndarray, replica: np.ndarray) -> list[np.ndarray]:
         synchronizer.handshake.meet(Purpose.START)
         counters, membership = synchronizer.progress.counters, synchronizer.membership
-        standing = LoadStatus(
+        status = LoadStatus(
             counters.local_steps > 0,
             counters.local_steps,
             (counters.last_exchange, counters.next_exchange),
@@ -250,26 +250,26 @@ def begin_in_graph(
             f"{center:014x}",
             f"{replica:014x}",
         )
-        standings = membership.all_ranks.gather((standing, membership.in_groups), "start")
-        return [np.array(_decide(synchronizer, standings))]
+        statuses = membership.all_ranks.gather((status, membership.in_groups), "start")
+        return [np.array(_decide(synchronizer, statuses))]
 
     stores = [synchronizer.progress.store()]
     (decided,), _ = python_call(begin_in_turn, synchronizer.replica.values, stores, [center, replica], [tf.bool])
-    anew, given, replaced = tf.unstack(tf.ensure_shape(decided, [3]))
-    return Startup(anew, given, replaced)
+    from_parameters, from_root, replaced = tf.unstack(tf.ensure_shape(decided, [3]))
+    return StartDecision(from_parameters, from_root, replaced)
 
 
 def _decide(synchronizer: VariableSynchronizer, found: Mapping[int, tuple[LoadStatus, bool]]) -> list[bool]:
-    """Return the three fields of :class:`Startup`, given the status of each rank and whether it is in groups."""
+    """Return the three fields of :class:`StartDecision`, given the status of each rank and whether it is in groups."""
     membership = synchronizer.membership
-    standings = {rank: standing for rank, (standing, _) in found.items()}
+    statuses = {rank: status for rank, (status, _) in found.items()}
     root, own = membership.global_root, membership.global_rank
-    start = decide(standings, root)  # The root also sends the state of the local optimizer.
-    most = max(standing.local_steps for standing in standings.values())
+    start = decide(statuses, root)  # The root also sends the state of the local optimizer.
+    most = max(status.local_steps for status in statuses.values())
     averaging = any(in_groups for _, in_groups in found.values()) or most < (synchronizer.warmup.until or 0)
-    different = len({standing.replica for standing in standings.values()}) > 1
+    different = len({status.replica for status in statuses.values()}) > 1
     given = start is Start.FROM_ROOT or (start is Start.FROM_PARAMETERS and different)
-    replaced = parameters_replaced(start, standings, own, root, averaging)
+    replaced = parameters_replaced(start, statuses, own, root, averaging)
     if given and own == root:
         logger.warning("Ranks started with different values: all take over the values of rank %d", root)
     return [start is Start.FROM_PARAMETERS, given, replaced]
