@@ -123,27 +123,28 @@ class Overlapped(Synchronous[V]):
     def land(self) -> None:
         """Apply the exchange in flight to the replica; on failure, tell the other ranks, which would wait."""
         try:
-            with self.context.exchanged.replica.range("hvd_periodic.land"):
-                self._land()
+            self._land()
         except Exception as error:
             self.tell_failure(error)
             raise
 
     def _land(self) -> None:
-        self.wait_and_update_centers()
-        if not self._in_flight:
-            return
-        context, started = self.context, time.perf_counter()
-        with context.handshake.remember_failure(self._begun):
-            misfit = context.exchanged.replica.misfit()
-            if misfit is not None:
-                raise RuntimeError(misfit)
-            for part in self._in_flight:
-                part.apply_to_replica(context.progress.local_steps > self._begun)
-            self._constrain()
-        self._forget()
-        context.handshake.notify_followers()
-        context.progress.add(exchange_seconds=time.perf_counter() - started)
+        context = self.context
+        with context.exchanged.replica.range("hvd_periodic.land"):
+            self.wait_and_update_centers()
+            if not self._in_flight:
+                return
+            started = time.perf_counter()
+            with context.handshake.remember_failure(self._begun):
+                misfit = context.exchanged.replica.misfit()
+                if misfit is not None:
+                    raise RuntimeError(misfit)
+                for part in self._in_flight:
+                    part.apply_to_replica(context.progress.local_steps > self._begun)
+                self._constrain()
+            self._forget()
+            context.handshake.notify_followers()
+            context.progress.add(exchange_seconds=time.perf_counter() - started)
 
     def discard(self) -> None:
         """Wait for the exchange in flight and forget it."""

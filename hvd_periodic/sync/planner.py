@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hvd_periodic.comm.agreement import raise_on_all
@@ -96,15 +96,23 @@ def _remembered(schedule: Schedule, clock: Clock) -> dict[str, float]:
     return memory
 
 
-class _UnforeseenError(Exception):
-    """The schedule depends on values that ranks know only at an exchange."""
+class _UnforeseenError(BaseException):
+    """The schedule depends on values that ranks know only at an exchange; an ``except Exception`` lets it pass."""
 
 
+@dataclass(frozen=True)
 class _ForeseenClock(Clock):
-    """A clock with the fields that are known before a handshake."""
+    """A clock with the fields that are known before a handshake.
+
+    Attributes:
+        unknown: the other fields that a schedule has asked for, which may have caught the error; copies share it.
+    """
+
+    unknown: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("learning_rate", "step_seconds", "loss"):
+            self.unknown.append(name)
             raise _UnforeseenError(name)
         return super().__getattribute__(name)
 
@@ -120,12 +128,14 @@ def predict(schedule: Schedule, clock: Clock) -> int | None:
         >>> predict(Every(4), Clock(step=8)), predict(QSR(), Clock(step=8))
         (12, None)
     """
+    known = _ForeseenClock(clock.step, clock.round, period=clock.period, memory=clock.memory)
     try:
-        return next_exchange(
-            schedule, _ForeseenClock(clock.step, clock.round, period=clock.period, memory=clock.memory)
-        )
-    except _UnforeseenError:
-        return None
+        step = next_exchange(schedule, known)
+    except (_UnforeseenError, Exception):
+        if known.unknown:
+            return None
+        raise
+    return None if known.unknown else step
 
 
 def forecast(schedule: Schedule, rounds: int) -> list[int]:
@@ -142,10 +152,9 @@ def forecast(schedule: Schedule, rounds: int) -> list[int]:
     exchanges: list[int] = []
     clock: Clock = _ForeseenClock()
     try:
-        while len(exchanges) < rounds:
-            exchanges.append(next_exchange(schedule, clock))
-            memory, period = schedule.remember(clock), exchanges[-1] - clock.step
-            clock = _ForeseenClock(exchanges[-1], clock.round + 1, period=period, memory=memory)
+        while len(exchanges) < rounds and (step := predict(schedule, clock)) is not None:
+            exchanges.append(step)
+            clock = _ForeseenClock(step, clock.round + 1, period=step - clock.step, memory=schedule.remember(clock))
     except _UnforeseenError:
         pass
     except LookupError:  # A user's table may end with training.

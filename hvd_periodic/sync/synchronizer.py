@@ -455,7 +455,11 @@ class ReplicaSynchronizer(Generic[V]):
         self.load_checked(state)
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise the errors that :meth:`load_state_dict` would raise; change nothing."""
+        """Check that a state can be loaded, except for the state of an outer optimizer; change nothing.
+
+        Raises:
+            ValueError, RuntimeError: as :meth:`load_state_dict`.
+        """
         self.center_reader.require_outside_center_block("load_state_dict")
         self.checkpoint.check(state, self.begun)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -52,20 +53,33 @@ def averaging_among(tensors: Iterable[torch.Tensor], ranks: Sequence[int]) -> li
     """Return the active wrappers that average gradients of these parameters among all of these ranks of the job.
 
     Trainers wrap models after optimizers are made, and a parameter has no reference to its wrapper. Therefore this
-    searches all objects of the process, once when training begins.
+    searches all objects of the process, once when training begins. It does not find a wrapper that was made after the
+    synchronizer and hidden by ``gc.freeze()``.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return []
+    remember_wrappers()
     ours = set(map(id, tensors))
     return [
         wrapper
-        for wrapper in gc.get_objects()
-        if issubclass(type(wrapper), DistributedDataParallel)
-        and any(id(parameter) in ours for parameter in wrapper.module.parameters())
+        for wrapper in _wrappers
+        if any(id(parameter) in ours for parameter in wrapper.module.parameters())
         and wrapper.require_backward_grad_sync
         and len(ranks) > 1
         and set(ranks) <= set(dist.get_process_group_ranks(wrapper.process_group))
     ]
+
+
+_wrappers: WeakSet[DistributedDataParallel] = WeakSet()
+"""The wrappers that a search has found, as long as they exist."""
+
+
+def remember_wrappers() -> None:
+    """Search all objects of the process for wrappers, except for those whose construction has failed."""
+    if dist.is_available() and dist.is_initialized():
+        _wrappers.update(
+            wrapper
+            for wrapper in gc.get_objects()
+            if issubclass(type(wrapper), DistributedDataParallel) and "require_backward_grad_sync" in vars(wrapper)
+        )
 
 
 def switch_off(wrapper: DistributedDataParallel) -> None:

@@ -29,7 +29,7 @@ from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.sync.warmup import schedule_around
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.communicator import communicator_of
-from hvd_periodic.torch.data_parallel import island_of, refuse_averaging
+from hvd_periodic.torch.data_parallel import island_of, refuse_averaging, remember_wrappers
 from hvd_periodic.torch.gradient_averaging import gradient_group_of
 from hvd_periodic.torch.model import Model, NamedTensors
 from hvd_periodic.torch.neutral import eagerly, neutral, neutrally
@@ -116,6 +116,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         self._alone = communicator.elastic
         limit = options["timeout_seconds"]
         name = f"{communicator.handshake_name}.alone" if self._alone else communicator.unique_name(limit)
+
+        remember_wrappers()
 
         def build() -> None:
             _check_optimizer(optimizer)
@@ -229,7 +231,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         return with_sharded_tensors(saved, self.replica.sharded, self.replica.names, self.exchanged.outer)
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise the errors that ``load_state_dict()`` would raise; change nothing."""
+        """Check a state as in the base class, also the state of an outer optimizer of sharded parameters."""
         super().check_state_dict(translated(shards_in(state), self.tensor_groups, self.replica.named))
         if self.replica.sharded:
             check_moving(state, self.exchanged.outer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from hvd_periodic.torch.data_parallel import averaging_among, refuse_averaging, switch_off  # noqa: E402
+from hvd_periodic.torch.data_parallel import averaging_among, refuse_averaging, remember_wrappers, switch_off  # noqa: E402
 
 
 @pytest.fixture
@@ -35,6 +36,27 @@ def test_the_wrapper_of_parameters_is_found() -> None:
         refuse_averaging(model.parameters(), [0, 1])
     switch_off(wrapper)
     assert averaging_among(model.parameters(), [0, 1]) == []
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_wrapper_that_was_found_stays_so_when_objects_are_frozen() -> None:
+    model = torch.nn.Linear(2, 1)
+    wrapper = DistributedDataParallel(model)
+    remember_wrappers()
+    gc.freeze()
+    try:
+        assert averaging_among(model.parameters(), [0, 1]) == [wrapper]
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_wrapper_whose_construction_failed_is_none() -> None:
+    frozen, model = torch.nn.Linear(2, 1).requires_grad_(False), torch.nn.Linear(2, 1)
+    with pytest.raises(RuntimeError) as failed:  # Its traceback has the wrapper.
+        DistributedDataParallel(frozen)
+    assert averaging_among([*model.parameters(), *frozen.parameters()], [0, 1]) == []
+    assert failed.tb is not None
 
 
 def test_without_torch_distributed_there_is_none() -> None:

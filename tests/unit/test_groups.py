@@ -41,4 +41,7 @@ def test_process_sets_are_made_anew_when_horovod_was_initialized_anew(monkeypatc
 def test_horovod_tells_the_ranks_of_a_process_set() -> None:
     hvd = pytest.importorskip("horovod.torch")
     hvd.init()
-    assert communicator._ranks_of(hvd, hvd.global_process_set) == [0]
+    try:
+        assert communicator._ranks_of(hvd, hvd.global_process_set) == [0]
+    finally:
+        hvd.shutdown()  # Other tests of this process are about Horovod that is not initialized.

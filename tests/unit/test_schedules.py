@@ -24,7 +24,7 @@ from hvd_periodic import (
 )
 from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from hvd_periodic.schedules import as_schedule, next_exchange
-from hvd_periodic.sync.planner import forecast, query
+from hvd_periodic.sync.planner import forecast, predict, query
 from tests.helpers import readable
 
 
@@ -301,3 +301,26 @@ def test_real_arguments(make: Callable[[Any], object], argument: str, bad: objec
 def test_arguments_that_do_not_fit_together(make: Callable[[], object], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+def catches_exceptions(clock: Clock) -> int:
+    try:
+        return 1 if clock.loss else 2
+    except Exception:
+        return 5
+
+
+def catches_everything(clock: Clock) -> int:
+    try:
+        return 1 if clock.learning_rate else 2
+    except BaseException:
+        return 5
+
+
+@pytest.mark.parametrize("period", [catches_exceptions, catches_everything])
+def test_the_answer_of_a_schedule_that_catches_errors_is_no_prediction(period: Callable[[Clock], int]) -> None:
+    """It would be that for a clock without the values that ranks share later."""
+    schedule = as_schedule(period, "period")
+    assert predict(schedule, Clock(step=3)) is None
+    assert forecast(schedule, 4) == []
+    assert query(schedule, Clock(step=3, loss=1.0, learning_rate=0.1)).next_exchange == 4
