@@ -76,6 +76,7 @@ class ExchangeLifecycle:
         self.saved = SavedExchanges(spec.asynchronous)
         self.model: Callable[[], keras.Model | None] = lambda: None
         self._made: list[Any] = []
+        self._misfit = ""
 
     @property
     def synchronizer(self) -> VariableSynchronizer:
@@ -115,7 +116,13 @@ class ExchangeLifecycle:
             self.create()
 
     def create(self) -> None:
-        """Create the synchronizer and its variables, unless they exist, and restore saved values."""
+        """Create the synchronizer and its variables, unless they exist, and restore saved values.
+
+        Raises:
+            ValueError: the saved values belong to other variables; also at every later call.
+        """
+        if self._misfit:
+            raise ValueError(self._misfit)
         if self.optimizer.stage >= Stage.CREATED:
             return
         spec, options, binding = self.spec, self.spec.options, self.binding
@@ -155,7 +162,11 @@ class ExchangeLifecycle:
             self._new_variable(SUMS_OF, (2,), tf.int64, np.array(synchronizer.place))
         varying = {name for name in self.saved.variables.variables if depends_on_wire(name)}
         self.saved.variables.later = varying | set(synchronizer.progress.note_variables) | ADDED
-        self.saved.settle(synchronizer)
+        try:
+            self.saved.settle(synchronizer)
+        except ValueError as error:
+            self._misfit = str(error)
+            raise
 
     def start(self) -> None:
         """Check that all ranks agree, and start from the root's values or from the saved state.

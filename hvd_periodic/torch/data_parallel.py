@@ -53,9 +53,11 @@ def averaging_among(tensors: Iterable[torch.Tensor], ranks: Sequence[int]) -> li
     """Return the active wrappers that average gradients of these parameters among all of these ranks of the job.
 
     Trainers wrap models after optimizers are made, and a parameter has no reference to its wrapper. Therefore this
-    searches all objects of the process, once when training begins. It does not find a wrapper that was made after the
-    synchronizer and hidden by ``gc.freeze()``.
+    searches all objects of the process, when a synchronizer is made and when training begins. It does not find a
+    wrapper that was made in between and hidden by ``gc.freeze()``.
     """
+    if not dist.is_available() or not dist.is_initialized():
+        return []
     remember_wrappers()
     ours = set(map(id, tensors))
     return [
@@ -64,8 +66,16 @@ def averaging_among(tensors: Iterable[torch.Tensor], ranks: Sequence[int]) -> li
         if any(id(parameter) in ours for parameter in wrapper.module.parameters())
         and wrapper.require_backward_grad_sync
         and len(ranks) > 1
-        and set(ranks) <= set(dist.get_process_group_ranks(wrapper.process_group))
+        and set(ranks) <= _ranks_of(wrapper)
     ]
+
+
+def _ranks_of(wrapper: DistributedDataParallel) -> set[int]:
+    """Return the ranks whose gradients a wrapper averages; none if its process group was destroyed."""
+    try:
+        return set(dist.get_process_group_ranks(wrapper.process_group))
+    except KeyError:
+        return set()
 
 
 _wrappers: WeakSet[DistributedDataParallel] = WeakSet()
@@ -78,7 +88,7 @@ def remember_wrappers() -> None:
         _wrappers.update(
             wrapper
             for wrapper in gc.get_objects()
-            if issubclass(type(wrapper), DistributedDataParallel) and "require_backward_grad_sync" in vars(wrapper)
+            if DistributedDataParallel in type(wrapper).__mro__ and "require_backward_grad_sync" in vars(wrapper)
         )
 
 

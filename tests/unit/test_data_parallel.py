@@ -59,5 +59,19 @@ def test_a_wrapper_whose_construction_failed_is_none() -> None:
     assert failed.tb is not None
 
 
+def test_the_wrapper_of_a_group_that_is_gone_is_none() -> None:
+    model = torch.nn.Linear(2, 1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    wrapper = DistributedDataParallel(model)
+    dist.destroy_process_group()
+    assert averaging_among(model.parameters(), [0, 1]) == []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert averaging_among(model.parameters(), [0, 1]) == []
+    finally:
+        dist.destroy_process_group()
+    assert wrapper.module is model
+
+
 def test_without_torch_distributed_there_is_none() -> None:
     assert averaging_among(torch.nn.Linear(2, 1).parameters(), [0, 1]) == []

@@ -121,3 +121,20 @@ def test_ranks_that_a_function_returned_are_known_after_horovod_has_ended(monkey
     monkeypatch.setattr(hvd, "is_initialized", lambda: False)
     monkeypatch.setattr(hvd, "size", lambda: pytest.fail("asked"))
     assert binding.config()["process_set"] == [0]
+
+
+def test_a_file_that_does_not_fit_is_refused_at_every_use(tmp_path: Any) -> None:
+    """Training would go on from nothing after the first error, were that forgotten."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()])
+    optimizer = hvdp.ElasticAverageOptimizer(keras.optimizers.SGD(0.1), model, 2, process_set=LocalCommunicator())
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    x = np.ones((8, 4))
+    model.fit(x, x[:, :3], batch_size=4, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    misfit = r"The saved state is of another optimizer or model; .* call optimizer\.attach"
+    with pytest.raises(ValueError, match=misfit):  # Without the model, whose statistics are exchanged.
+        loaded.optimizer.attach(process_set=LocalCommunicator())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=misfit):
+            loaded.fit(x, x[:, :3], batch_size=4, verbose=0)
