@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.schedules.base import Clock, Schedule, next_exchange
@@ -183,10 +183,10 @@ class DueFragments:
     periods: int
     since: list[list[int]]
 
-    def with_weight(self, weight: Any) -> DueFragments:
-        """Return a copy in which this rank has the given weight in means; None: the weight stays."""
+    def with_weight(self, weight: float) -> DueFragments:
+        """Return a copy in which this rank has the given weight in means."""
         turns = [FragmentExchange(turn.fragment, replace(turn.exchange, weight=weight)) for turn in self.turns]
-        return self if weight is None else replace(self, turns=turns)
+        return replace(self, turns=turns)
 
 
 class FragmentPlan:

@@ -52,8 +52,6 @@ class PiggybackedMessages(Generic[V]):
             due: the fragments that are due if all ranks have the status of this one.
         """
         self._packed = None
-        if not self.possible:
-            return None
         try:
             messages = [self._replica.to_host(group.preview(*sent), sent[0]).copy() for group, *sent in self._sent(due)]
         except Exception:  # The exchange will raise it again, and report it to the other ranks.

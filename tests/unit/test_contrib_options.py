@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -266,3 +267,51 @@ def test_the_hook_lands_at_the_end() -> None:
             session.run(train)
         assert session.run(center).tolist() == [1.0, 2.0], "in flight"
     assert seen == [[0.0, 1.0]]
+
+
+def test_values_restored_in_a_session_take_nothing_of_what_is_in_flight(tmp_path: Any) -> None:
+    """The step after the initialization is that of a new session; it used to apply an exchange of the values before."""
+    getter = contrib_opt.PeriodicCustomGetter("")
+    with tf.variable_scope("", custom_getter=getter):
+        w = tf.get_variable("w", initializer=tf.constant([1.0]))
+    optimizer = periodic(getter, tf.train.GradientDescentOptimizer(0.25), DiLoCo(), 4, overlap=2)
+    train, initialize = optimizer.minimize(tf.reduce_sum(w)), optimizer.get_init_op(0)
+    center, saver = next(iter(getter.centers.values())), tf.train.Saver()
+    with tf.Session() as session:
+        session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+        session.run(initialize)
+        saver.save(session, f"{tmp_path}/c")
+        for _ in range(5):
+            session.run(train)
+        saver.restore(session, f"{tmp_path}/c")
+        session.run(initialize)
+        session.run(train)
+        assert session.run([w, center]) == [[0.75], [1.0]]
+
+
+def test_a_rank_that_fails_to_land_tells_the_others_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for that turn; a handshake outside of it would wait for them."""
+    called: list[str] = []
+    _, optimizer, train = minimized(interval_steps=2, overlap=1)
+    (synchronizer,) = optimizer._synchronizers
+    turn, meet = synchronizer.exchanger.turn, synchronizer.handshake.meet
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        called.append("turn")
+        with turn():
+            yield
+        called.append("end")
+
+    monkeypatch.setattr(synchronizer.exchanger, "turn", noted)
+    monkeypatch.setattr(synchronizer.handshake, "meet", lambda *of: (called.append("handshake"), meet(*of))[1])
+    with tf.Session() as session:
+        session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+        session.run(optimizer.get_init_op())
+        for _ in range(2):
+            session.run(train)
+        (part,) = synchronizer.exchanger._in_flight
+        monkeypatch.setattr(part, "apply_to_replica", lambda *_: 1 / 0)
+        with pytest.raises(tf.errors.OpError, match="division by zero"):
+            session.run(train)
+    assert called[:2] == ["turn", "handshake"]

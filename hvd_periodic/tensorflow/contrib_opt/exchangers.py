@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -26,17 +28,32 @@ class SessionSynchronous(Synchronous[Any]):
 
 
 class SessionOverlapped(SessionSynchronous, Overlapped[Any]):
-    """Keeps an exchange in flight between two steps of the session that began it."""
+    """Keeps an exchange in flight between two steps of the session that began it.
+
+    Attributes:
+        turn: waits until all ranks exchange with this optimizer; an exchange in flight is applied outside of turns.
+    """
+
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def land(self) -> None:
         """Apply the exchange in flight to the replica; discard one that an earlier session began."""
         progress = self.context.progress
-        if self._in_flight and self._begun != progress.counters.last_exchange:
-            for pending in chain(*(part.pending for part in self._in_flight)):
-                pending.wait()  # It must not move the center of this session.
-            self._forget()
+        if self._begun != progress.counters.last_exchange:
+            self.drop()
         super().land()
         progress.landing = None  # A checkpoint may have restored the step of another session.
+
+    def drop(self) -> None:
+        """Wait for the exchange in flight and forget it; the center, which has other values now, does not move."""
+        for pending in chain(*(part.pending for part in self._in_flight)):
+            pending.wait()
+        self._in_flight = []
+
+    def tell_failure(self, error: Exception) -> None:
+        """Enter the handshake in which the other ranks wait for this one, in the turn in which they do."""
+        with self.turn():
+            super().tell_failure(error)
 
 
 class SessionAsynchronous(Asynchronous[Any]):

@@ -38,6 +38,7 @@ from hvd_periodic.tensorflow.contrib_opt.step_end import StepEnd
 from hvd_periodic.tensorflow.contrib_opt.synchronous_phase import SynchronousPhase
 from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn, SessionTurns
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.host import on_host
 from hvd_periodic.tensorflow.replica import NamedVariables
 from hvd_periodic.tensorflow.store import ArrayStore
 from hvd_periodic.vectors.space import VectorSpace
@@ -220,7 +221,15 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         for hook in self._hooks:
             hook.use()
         moved = [] if self._center_optimizer is None else self._center_optimizer.variables()
-        return self._initialization.operation([*self._getter.vectors.values(), *moved] if self._everywhere else [])
+        with tf.control_dependencies([on_host(self._drop, [])] if self._options["overlap"] else []):
+            return self._initialization.operation([*self._getter.vectors.values(), *moved] if self._everywhere else [])
+
+    def _drop(self) -> list[int]:
+        """Forget the exchanges in flight: the initialization sets the values to which they would be applied."""
+        for synchronizer in self._synchronizers:
+            if isinstance(synchronizer.exchanger, SessionOverlapped):
+                synchronizer.exchanger.drop()
+        return []
 
     def finalize(self) -> None:
         """Wait until all groups of ranks have ended; the hook of ``make_session_run_hook`` does this too.

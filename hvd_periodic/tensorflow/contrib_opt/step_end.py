@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.sync.reporting import report_start, to_counts
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
-from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous
+from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous, SessionOverlapped
 from hvd_periodic.tensorflow.contrib_opt.python_call import python_call
 from hvd_periodic.tensorflow.contrib_opt.replica import GraphOuterOptimizer
 from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn
@@ -46,6 +46,8 @@ class StepEnd:
     ) -> None:
         self._synchronizer = synchronizer
         self._turn = turn
+        if isinstance(synchronizer.exchanger, SessionOverlapped):
+            synchronizer.exchanger.turn = turn.turn
         outer = synchronizer.exchanged.outer
         parts = outer.parts if isinstance(outer, PerFragmentOptimizer) else [outer]
         self._outer = [part for part in parts if isinstance(part, GraphOuterOptimizer) and part.is_in_session]
