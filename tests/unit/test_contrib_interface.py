@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -297,6 +298,9 @@ def test_get_init_op_may_take_the_place_of_the_hook() -> None:
     optimizer = make("AGNOptimizer", getter)
     train = optimizer.minimize(tf.reduce_sum(w))
     optimizer.make_session_run_hook(True, 0)
+    slow = tf.py_func(lambda: time.sleep(0.1), [], [])  # The operation has to wait for the slowest initializer.
+    for local in tf.local_variables():
+        local.initializer._add_control_input(slow)
     with tf.control_dependencies([tf.local_variables_initializer()]):
         initialize = optimizer.get_init_op(0)
     with tf.train.MonitoredSession(

@@ -23,7 +23,8 @@ class CounterVariables:
     Attributes:
         made: all variables made here.
         saved: the counters of local steps that checkpoints hold.
-        checks: one operation per minimization, which fails if the variables of the optimizer are not initialized.
+        check: the operation that fails if the variables of the latest minimization are not initialized, as control
+            inputs.
     """
 
     def __init__(self, owner: tf.compat.v1.train.Optimizer, collection: str, saved: bool) -> None:
@@ -36,7 +37,8 @@ class CounterVariables:
         self._read_after: set[Any] = set()
         self.made: list[tf.Variable] = []
         self.saved: list[tf.Variable] = []
-        self.checks: list[tf.Operation] = []
+        self.check: list[tf.Operation] = []
+        self._counted: list[tf.Variable] = []
 
     @property
     def first(self) -> FirstStep:
@@ -45,10 +47,12 @@ class CounterVariables:
             raise RuntimeError("Nothing counts local steps yet")
         return self._first
 
-    @property
-    def check(self) -> list[tf.Operation]:
-        """The check of the latest minimization, as control inputs."""
-        return self.checks[-1:]
+    def new_checks(self) -> list[tf.Operation]:
+        """Return one operation per minimization that fails if its variables are not initialized.
+
+        It waits for the operations that the caller waits for, an initializer for example.
+        """
+        return [require_initialized(counter, self._cls) for counter in self._counted]
 
     def local_steps(self) -> tf.Variable:
         """Return the counter of local steps of the next minimization, which has no synchronizer yet."""
@@ -57,7 +61,9 @@ class CounterVariables:
             self._local_steps = self._create("local_step", (), tf.int64, 0, collection)
             if self._saves:
                 self.saved.append(self._local_steps)
-            self.checks.append(require_initialized(self._local_steps, self._cls))
+            self._counted.append(self._local_steps)
+            with tf.control_dependencies(None):  # Reads outside a training step wait for it too.
+                self.check = [require_initialized(self._local_steps, self._cls)]
             self._first = FirstStep(self._local_steps)
         return self._local_steps
 
@@ -70,7 +76,7 @@ class CounterVariables:
 
     def read_checked(self, variables: Sequence[Any]) -> None:
         """Make reads of variables wait for the check of the latest minimization, unless they wait for one already."""
-        read_after(self.checks[-1], [variable for variable in variables if variable.ref() not in self._read_after])
+        read_after(self.check[-1], [variable for variable in variables if variable.ref() not in self._read_after])
         self._read_after |= {variable.ref() for variable in variables}
 
     def _create(

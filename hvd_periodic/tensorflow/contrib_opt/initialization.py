@@ -23,7 +23,7 @@ class Initialization:
         name: name of the optimizer.
         communicator: the ranks that exchange.
         getter: holds replicas, centers and companions.
-        counters: holds the checks that variables are initialized, and the counters that checkpoints hold.
+        counters: makes the checks that variables are initialized; holds the counters that checkpoints hold.
         first_companion: returns the initial value of the second variable of a trainable variable, given its center.
 
     Attributes:
@@ -79,8 +79,9 @@ class Initialization:
             *of_centers,
             *([] if self._global_step is None else [self._global_step]),
         ]
-        times, checks = self.times, self._counters.checks
+        times = self.times
         with tf.compat.v1.name_scope(None), tf.device(None):
+            checks = self._counters.new_checks()
             with tf.control_dependencies(checks):
                 written = [center.write() for center in self.shared_centers]
             with tf.control_dependencies([*checks, *written]):

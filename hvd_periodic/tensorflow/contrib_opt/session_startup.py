@@ -45,8 +45,7 @@ def require_initialized(variable: Any, cls: str) -> tf.Operation:
         f"The variables that `{cls}` creates in minimize() or apply_gradients() are not initialized. An initializer "
         f"initializes what exists when it is built: {_WHAT_TO_MOVE}"
     )
-    with tf.control_dependencies(None):  # An init op that waits for it must not need the inputs of a training step.
-        return tf.debugging.Assert(tf.compat.v1.is_variable_initialized(variable), [message])
+    return tf.debugging.Assert(tf.compat.v1.is_variable_initialized(variable), [message])
 
 
 def read_after(check: tf.Operation, variables: Iterable[Any]) -> None:
