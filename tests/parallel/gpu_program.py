@@ -2,21 +2,20 @@
 
     bash run_scripts/gpu_check.sh
 
-Without a GPU, the paths of ``--device cpu`` are compared with themselves, and the rest is left out. The exit code is 1
-where a path differs or a local step waits for the GPU; bandwidths and memory are printed.
+With ``--device cpu``, paths are compared with themselves, and the rest is left out. The exit code is 1 where a path
+differs, a local step waits for the GPU, or a measurement fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from statistics import median
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import hvd_periodic.torch as hvdp
 from hvd_periodic import LocalCommunicator
+from tests.parallel import gpu_speed
+from tests.parallel.gpu_findings import Finding, Findings
 from tests.parallel.gpu_habits import CPU, EXACT, HABITS, LOSSY, PERIOD, STEPS, Habit, Rows, relative
 from tests.parallel.torch_job import hvd
 
@@ -60,8 +61,6 @@ ALONE = {"process_set": LocalCommunicator()}
 
 WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """Calls of the CUDA runtime in which the host waits."""
-
-BANDWIDTH_WANTED, ELEMENTS = 0.8, 100_000_000
 
 
 def made(
@@ -117,8 +116,9 @@ def checks(names: Iterable[str]) -> dict[str, Habit]:
     return paths | HABITS
 
 
-def compared(device: torch.device, names: Iterable[str]) -> Rows:
-    """Yield what was compared, how much it differs on any rank, and how much it may; all of it, where it fails."""
+def compared(device: torch.device, names: Iterable[str]) -> Iterator[Finding]:
+    """Yield all comparisons; an error on a rank is a difference without bound, and the next comparison follows."""
+    section = f"results on {device} and on the CPU"
     for name, check in checks(names).items():
         try:
             rows = list(check(device))
@@ -127,7 +127,24 @@ def compared(device: torch.device, names: Iterable[str]) -> Rows:
             rows = [("", math.inf, 0.0)]
         for of_ranks in zip(*hvd.allgather_object(rows, name="rows"), strict=False):
             what, difference, allowed = max(of_ranks, key=lambda row: row[1])
-            yield ", ".join(filter(None, (name, what))), difference, allowed
+            yield Finding(section, ", ".join(filter(None, (name, what))), difference, "", allowed)
+
+
+def waiting(device: torch.device, names: Iterable[str]) -> Iterator[Finding]:
+    """Yield how often local steps wait for the GPU."""
+    for name in names:
+        of_ranks = hvd.allgather_object(waits(device, ALGORITHMS[name]), name="waits")
+        most = max(of_ranks, key=Counter.total)
+        yield Finding("local steps that wait for the GPU", name, most.total(), "calls", 0, ", ".join(most))
+
+
+def measured(measure: gpu_speed.Measure, device: torch.device) -> Iterator[Finding]:
+    """Yield the findings of a measurement; an error is one of them."""
+    try:
+        yield from measure(device)
+    except Exception as error:
+        traceback.print_exc()
+        yield Finding("measurements that failed", measure.__name__, None, allowed=0, note=repr(error))
 
 
 def waits(device: torch.device, algorithm: Callable[[], hvdp.Algorithm]) -> Counter[str]:
@@ -146,74 +163,11 @@ def waits(device: torch.device, algorithm: Callable[[], hvdp.Algorithm]) -> Coun
     return ours - of_sgd
 
 
-def bandwidths(device: torch.device) -> Iterator[tuple[str, float]]:
-    """Yield what a local step of an algorithm adds to that of SGD: the part of the bandwidth of a copy it reaches."""
-    parameter, copied = large(device)
-    plain = milliseconds(torch.optim.SGD([parameter], lr=1e-3).step)
-    for name, algorithm, passes in (("AGN", hvdp.AGN(), 3), ("elastic, rho > 0", hvdp.EASGD(rho=0.1), 4)):
-        optimizer = wrapped(parameter, algorithm, **ALONE)
-        yield name, passes / 2 * copied / (milliseconds(optimizer.step) - plain)
-        optimizer.finalize()
-
-
-def exchanges(device: torch.device) -> Iterator[tuple[str, float, int]]:
-    """Yield how long an exchange of the only rank takes, as a multiple of a copy; and its bytes on the GPU."""
-    parameter, copied = large(device)
-    ways: dict[str, dict[str, Any]] = {"": {}, "int8": WAYS["int8"], "center in host memory": {"center_device": "cpu"}}
-    for name in ("average", "elastic", "AGN", "DiLoCo"):
-        for way, options in ways.items():
-            gc.collect()
-            before = torch.cuda.memory_allocated()
-            optimizer = wrapped(parameter, ALGORITHMS[name](), **options)
-            optimizer.step()
-            optimizer.synchronizer.sync()
-            held = torch.cuda.memory_allocated() - before
-            yield ", ".join(filter(None, (name, way))), milliseconds(optimizer.synchronizer.sync) / copied, held
-            optimizer.finalize()
-            del optimizer
-
-
-def large(device: torch.device) -> tuple[torch.nn.Parameter, float]:
-    """Return a parameter with a gradient, and how long the GPU takes to copy it."""
-    parameter = torch.nn.Parameter(torch.randn(ELEMENTS, device=device))
-    parameter.grad = torch.ones_like(parameter)
-    copy = torch.empty_like(parameter)
-    return parameter, milliseconds(lambda: copy.copy_(parameter.detach()))
-
-
-def wrapped(parameter: torch.nn.Parameter, algorithm: hvdp.Algorithm, **options: Any) -> Any:
-    """Return an optimizer that exchanges if asked only."""
-    local = torch.optim.SGD([parameter], lr=1e-3)
-    return hvdp.PeriodicOptimizer(local, [("p", parameter)], algorithm, 10**6, **options)
-
-
-def milliseconds(function: Callable[[], object]) -> float:
-    """Return the median time that the GPU takes."""
-    times = []
-    for _ in range(12):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times[2:])
-
-
-def tell_speed(device: torch.device) -> None:
-    """Print what local steps and exchanges reach on this GPU."""
-    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {ELEMENTS:,} parameters")
-    for name, part in bandwidths(device):
-        reached = "reached" if part >= BANDWIDTH_WANTED else "not reached"
-        print(f"local step, {name}: {part:.0%} of the bandwidth of a copy; {BANDWIDTH_WANTED:.0%} {reached}")
-    for name, copies, nbytes in exchanges(device):
-        print(f"exchange, {name}: the time of {copies:.1f} copies; {nbytes / (4 * ELEMENTS):.1f} times their size held")
-
-
 def main() -> int:
     """Print what was found; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    parser.add_argument("--findings", type=Path, help="append findings to this file")
     parser.add_argument("--algorithms", nargs="*", choices=ALGORITHMS, default=list(ALGORITHMS), help="default: all")
     arguments = parser.parse_args()
     hvd.init()
@@ -224,26 +178,19 @@ def main() -> int:
         torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
     device = torch.device(arguments.device)
-    if hvd.rank() == 0:
-        print(f"{hvd.size()} ranks, {device} and cpu: the largest difference, as a part of the largest value")
-    failures = []
-    for name, difference, allowed in compared(device, arguments.algorithms):
-        if hvd.rank() == 0:
-            print(f"{name}: {difference:.1e}, allowed {allowed:.0e}", flush=True)
-        if not difference <= allowed:
-            failures.append(name)
+    findings = Findings(arguments.findings, shown=hvd.rank() == 0)
+    for finding in compared(device, arguments.algorithms):
+        findings.add(finding)
     if device.type == "cuda":
-        for name in arguments.algorithms:
-            if found := waits(device, ALGORITHMS[name]):
-                failures.append(f"local steps of {name} wait on rank {hvd.rank()}: {', '.join(found)}")
-        if hvd.size() == 1:
-            tell_speed(device)
-    elif hvd.rank() == 0:
-        print("left out without a GPU: whether local steps wait, bandwidths and memory")
-    for failure in failures:
+        for finding in waiting(device, arguments.algorithms):
+            findings.add(finding)
+        for measure in gpu_speed.ALONE if hvd.size() == 1 else gpu_speed.TOGETHER:
+            for finding in measured(measure, device):
+                findings.add(finding)
+    for failure in findings.failures:
         print(f"failed: {failure}")
     hvd.shutdown()
-    return int(bool(failures))
+    return int(bool(findings.failures))
 
 
 if __name__ == "__main__":

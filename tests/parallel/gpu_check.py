@@ -1,0 +1,145 @@
+"""Checks PyTorch's paths on an NVIDIA GPU, on one rank and on two, and stores all findings in one file.
+
+    bash run_scripts/gpu_check.sh
+
+Needs a Python with torch (built with CUDA) and numpy; no set-up, no compiler, no network. Two ranks share the GPU if
+there is only one. Ranks communicate over torch.distributed (NCCL; Gloo if they share a GPU, which NCCL refuses), and
+over Horovod where it is installed for PyTorch. A job that fails or hangs does not end the others. The whole check ends
+within eight minutes. The exit code is 1 if a result differs, a local step waits for the GPU, or a job does not end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tests.parallel import gpu_findings
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = "tests.parallel.gpu_program"
+SECONDS = 470.0
+"""Within which all jobs end."""
+
+LAUNCHERS = {
+    "torch": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"],
+    "horovod": ["bash", str(ROOT / "run_scripts" / "local_mpirun.sh")],
+}
+"""Commands that the number of ranks and the program follow."""
+
+
+def backends() -> list[str]:
+    """Return the backends that are installed."""
+    return ["torch", *(["horovod"] if find_spec("horovod") and _imports("horovod.torch") else [])]
+
+
+def _imports(module: str) -> bool:
+    return not subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False).returncode
+
+
+def run(backend: str, ranks: int, arguments: Sequence[str], folder: Path, seconds: float) -> dict[str, Any]:
+    """Run the program on some ranks; return what is known of the job, its findings included.
+
+    Args:
+        backend: key of :data:`LAUNCHERS`.
+        ranks: number of processes.
+        arguments: of the program.
+        folder: for the log of the job, and the findings.
+        seconds: after which the job is killed.
+    """
+    name = f"{backend}-{ranks}"
+    found, log = folder / f"{name}.jsonl", folder / f"{name}.log"
+    found.unlink(missing_ok=True)
+    program = ["-m", PROGRAM] if backend == "torch" else [str(ROOT / "tests/parallel/gpu_program.py")]
+    command = [*LAUNCHERS[backend], str(ranks), *program, *arguments, "--findings", str(found)]
+    environment = os.environ | {"HVD_PERIODIC_COMM": backend, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    started = time.monotonic()
+    with log.open("wb") as output:
+        job = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | str = job.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = f"killed after {seconds:.0f} s"
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    findings = gpu_findings.read(found)
+    print(f"\n{gpu_findings.table(f'{backend}, {ranks} rank' + 's' * (ranks > 1), findings)}")
+    if code != 0:
+        print(f"  exit: {code}; the log is {log}")
+    return {
+        "backend": backend,
+        "ranks": ranks,
+        "exit": code,
+        "seconds": time.monotonic() - started,
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Return what the findings depend on."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "processors": os.cpu_count(),
+    }
+
+
+def main() -> int:
+    """Run all jobs; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--comm", choices=LAUNCHERS, help="default: each that is installed")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks (default: 1 2)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the check itself")
+    parser.add_argument("--algorithms", nargs="+", help="default: all")
+    parser.add_argument("--output", type=Path, default=Path("results/gpu_check"), help="folder (default: %(default)s)")
+    arguments = parser.parse_args()
+    found = machine()
+    if arguments.device == "cuda" and not found["gpus"]:
+        print("error: torch sees no GPU here", file=sys.stderr)
+        return 2
+    folder = arguments.output.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    print(", ".join(f"{key} {value}" for key, value in found.items()))
+    passed = ["--device", arguments.device]
+    passed += ["--algorithms", *arguments.algorithms] if arguments.algorithms else []
+    left = [
+        (backend, ranks)
+        for backend in ([arguments.comm] if arguments.comm else backends())
+        for ranks in arguments.ranks
+    ]
+    jobs, end = [], time.monotonic() + SECONDS
+    while left:
+        share = (end - time.monotonic()) / len(left)
+        backend, ranks = left.pop(0)
+        jobs.append(run(backend, ranks, passed, folder, share * (1.5 if left else 1.0)))
+    results = folder / "gpu_check.json"
+    results.write_text(json.dumps({"machine": found, "jobs": jobs}, indent=1))
+    failed = [f"{job['backend']}, ranks: {job['ranks']}, exit: {job['exit']}" for job in jobs if job["exit"] != 0]
+    print(f"\nall findings: {results}")
+    for job in failed:
+        print(f"failed: {job}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
