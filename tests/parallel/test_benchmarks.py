@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from pathlib import Path
 
@@ -11,13 +10,10 @@ import pytest
 
 pytest.importorskip("horovod.torch")
 
-import torch
 
 from tests.benchmarks import language, sockets
 from tests.benchmarks.methods import METHODS
 from tests.benchmarks.training import ALONE
-from tests.parallel import gpu_program
-from tests.parallel.gpu_habits import HABITS
 from tests.parallel.launch import ROOT, start
 from tests.parallel.tiers import thorough
 
@@ -107,38 +103,6 @@ def test_training_beside_other_packages(tmp_path: Path, monkeypatch: pytest.Monk
     results = json.loads((tmp_path / "results").read_text())
     assert [result["method"].split(",")[0] for result in results] == [ALONE, *names]
     assert all(result["ratio"] > 0 for result in results)
-
-
-CHECK_ON_CPU = ["--device", "cpu", "--algorithms", "average", "AGN"]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_gpu_check(launcher: str) -> None:
-    """Where there is no GPU, the check compares the CPU with itself."""
-    command = ["-m", "tests.parallel.gpu_program", *CHECK_ON_CPU]
-    output = start(launcher, 2, command, 150, "torch" if launcher == "mpirun" else None)
-    rows = dict(re.findall(r"^(.+): (\S+), allowed \S+$", output, re.MULTILINE))
-    paths = [", ".join(filter(None, (name, way))) for name in ("average", "AGN") for way in gpu_program.WAYS]
-    assert list(rows)[: len(paths)] == paths
-    assert all(float(rows[path]) == 0 for path in paths)
-    habits = [name for name in HABITS if any(row.startswith(name) for row in rows)]
-    needed = {"asynchronous": False, "fully sharded": launcher == "torchrun"}
-    assert habits == [name for name in HABITS if needed.get(name, True)]
-
-
-def test_gpu_check_fails_where_a_path_differs() -> None:
-    program = "import sys; from tests.parallel import gpu_program as check; check.LOSSY = -1; check.HABITS.clear(); "
-    program += "sys.exit(check.main())"
-    with pytest.raises(AssertionError, match=r"Exit 1: (?s:.*)failed: average, int8"):
-        start("python", 1, ["-c", program, *CHECK_ON_CPU], 120, "torch")
-
-
-def test_gpu_check_needs_a_gpu() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with pytest.raises(AssertionError, match=r"Exit 2: (?s:.*)error: torch sees no GPU here"):
-        start("python", 1, ["-m", "tests.parallel.gpu_program"], 120, "torch")
 
 
 @pytest.mark.parametrize("framework", ["torch", thorough("tensorflow")])
