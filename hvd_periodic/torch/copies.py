@@ -86,6 +86,16 @@ def fresh_copy(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> tor
     return in_train_mode(copied(optimizer, [{"params": [parameter]}]))
 
 
+def deep_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return a deep copy, parameters included; torch's own deep copy omits the attributes of subclasses."""
+    memo: dict[int, Any] = {}
+    twin = copy.deepcopy(optimizer, memo)
+    for key, value in vars(optimizer).items():
+        if key not in vars(twin):
+            setattr(twin, key, copy.deepcopy(value, memo))
+    return twin
+
+
 def in_train_mode(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Put the optimizer into train mode, if it has modes as schedule-free optimizers do, and return it."""
     if callable(getattr(optimizer, "train", None)):

@@ -14,13 +14,13 @@ from hvd_periodic.arguments import spelled
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.spellings import renamed
-from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.grad_scaler import unscale
 from hvd_periodic.torch.gradient_averaging import GradientAveraging
 from hvd_periodic.torch.inner_steps import InnerSteps
 from hvd_periodic.torch.model import Model
 from hvd_periodic.torch.neutral import eagerly, neutrally
 from hvd_periodic.torch.options import TorchOptions
+from hvd_periodic.torch.outer import CenterOptimizerLike
 from hvd_periodic.torch.state_making import make_state, makes_state_only
 from hvd_periodic.torch.synchronizer import Synchronizer
 

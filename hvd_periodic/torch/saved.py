@@ -48,7 +48,7 @@ def check_moving(state: Mapping[str, Any], outer: Any) -> None:
     moving, rounds = state.get("center_optimizer"), state.get("counters", {}).get("rounds", 0)
     if not isinstance(outer, TorchOuterOptimizer) or not isinstance(moving, Mapping) or not rounds:
         return
-    if not moving.get("state", True) and outer.optimizer.keeps_state():
+    if not moving.get("state", True) and outer.keeps_state():
         raise ValueError(
             f"The state was saved after {rounds} exchanges, but lacks the state of {outer.name}, which moves the "
             "center: torch.distributed.checkpoint loads only the keys of the state_dict() that it is given. Call "

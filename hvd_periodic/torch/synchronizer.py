@@ -27,7 +27,6 @@ from hvd_periodic.sync.finite import SKIP
 from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.sync.warmup import schedule_around
-from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.data_parallel import island_of, refuse_averaging, remember_wrappers
 from hvd_periodic.torch.gradient_averaging import gradient_group_of
@@ -35,7 +34,7 @@ from hvd_periodic.torch.model import Model, NamedTensors
 from hvd_periodic.torch.neutral import eagerly, neutral, neutrally
 from hvd_periodic.torch.optimizer_state import TorchOptimizerState
 from hvd_periodic.torch.options import TorchOptions
-from hvd_periodic.torch.outer import TorchOuterOptimizer
+from hvd_periodic.torch.outer import CenterOptimizerLike, TorchOuterOptimizer
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.torch.resharding import resharded
 from hvd_periodic.torch.saved import check_moving, translated, with_sharded_tensors
