@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,7 +25,3 @@ class Reset(LocalState):
 
     name: ClassVar[str] = "reset"
     resets: ClassVar[bool] = True
-
-    def averaged(self, entries: Collection[str]) -> Mapping[str, int]:
-        """Return no entries: nothing is averaged."""
-        return {}

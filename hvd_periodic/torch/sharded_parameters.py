@@ -85,21 +85,6 @@ def require_whole(sharded: Mapping[str, Any]) -> None:
         )
 
 
-def check_possible(sharded: Mapping[str, Any], refused: Mapping[str, bool]) -> None:
-    """Raise a ValueError for options that are impossible with sharded parameters.
-
-    Args:
-        sharded: tensors by name.
-        refused: whether the user has asked for each such option, by readable name.
-    """
-    asked = [what for what, here in refused.items() if here]
-    if sharded and asked:
-        raise ValueError(
-            f"The parameters are sharded (DTensors, such as {next(iter(sharded))!r}), so that all ranks must exchange "
-            f"at the same steps and in the same way. This rules out {asked[0]}"
-        )
-
-
 def reshard(modules: Iterable[Any]) -> None:
     """Reshard modules of ``fully_shard()``, and free the parameters that a forward pass has gathered."""
     for module in modules:

@@ -38,7 +38,7 @@ from hvd_periodic.torch.outer import CenterOptimizerLike, TorchOuterOptimizer
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.torch.resharding import resharded
 from hvd_periodic.torch.saved import check_moving, translated, with_sharded_tensors
-from hvd_periodic.torch.sharded_parameters import check_possible, shards_in
+from hvd_periodic.torch.sharded_parameters import shards_in
 from hvd_periodic.torch.state_making import makes_state_only
 
 P = ParamSpec("P")
@@ -119,7 +119,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         remember_wrappers()
 
         def build() -> None:
-            _check_optimizer(optimizer)
+            if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+                raise TypeError(f"`optimizer` must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}")
             _check_levels(optimizer, options["overlap"])
             placement_of(options["center"])
             planned = as_schedule(period, as_typed("period"))
@@ -133,18 +134,15 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             require_possible(communicator, options["center"], options["nonfinite"], asynchronous, options["overlap"])
             moving = made.outer_optimizer(optimizer, outer_optimizer)
-            root = communicator.rank_of(options["root_rank"])
-            super(Synchronizer, self).__init__(
+            self._assemble(
                 replica,
-                made,
-                schedule_around(self.gradient_group, communicator, planned, asynchronous),
-                communicator,
-                root,
-                name,
+                moving,
+                algorithm=made,
+                communicator=communicator,
+                root=communicator.rank_of(options["root_rank"]),
+                schedule=schedule_around(self.gradient_group, communicator, planned, asynchronous),
+                name=name,
                 asynchronous=asynchronous,
-                outer=None if moving is None else TorchOuterOptimizer(moving, optimizer, replica.tensors),
-                rates=LearningRates(replica.learning_rates),
-                local_optimizer=None if optimizer is None else TorchOptimizerState(optimizer, replica),
                 **of_exchange(options),
             )
 
@@ -152,11 +150,22 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             build()
         else:
             build_on_all(communicator, name, build)
-        self.learning_rate = _first_rate(optimizer)
         if not self._alone:
             self.average_within(self.averaging)
             self.start()
         _watch(self)
+
+    def _assemble(self, replica: TorchReplica, moving: CenterOptimizerLike | None, **arguments: Any) -> None:
+        """Initialize the base class for a torch replica, of which ``moving`` moves the center."""
+        optimizer = replica.optimizer
+        super().__init__(
+            replica,
+            outer=None if moving is None else TorchOuterOptimizer(moving, optimizer, replica.tensors),
+            rates=LearningRates(replica.learning_rates),
+            local_optimizer=None if optimizer is None else TorchOptimizerState(optimizer, replica),
+            **arguments,
+        )
+        self.learning_rate = None if optimizer is None else lambda: optimizer.param_groups[0].get("lr")
 
     def begin(self, call_point: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
         """Begin training unless it has begun, as in the base class."""
@@ -196,7 +205,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         _, moving, arguments = self._constructed()
         communicator = self.membership.communicator.rebuild(communicator_of(None))
         changed = {"communicator": communicator, "name": name, "journal": self.journal}
-        _assemble(self, self.replica, moving, arguments | changed)
+        self._assemble(self.replica, moving, **arguments | changed)
         self._alone = False
         if loaded is not None:
             self.load_state_dict({**loaded, "center_optimizer": resharded(loaded["center_optimizer"], self)})
@@ -267,10 +276,10 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """Return the arguments of ``_restore``."""
         if self.exchanger.worker is not None:
             raise TypeError("An asynchronous synchronizer cannot be copied or pickled: save its state_dict()")
-        if self.gradient_group is None and self.averaging is not None:
-            raise TypeError("A DistributedDataParallel's optimizer cannot be copied or pickled: save its state_dict()")
         if self.gradient_group is not None:
             raise TypeError("An hvd.DistributedOptimizer cannot be copied or pickled: save its state_dict()")
+        if self.averaging is not None:
+            raise TypeError("A DistributedDataParallel's optimizer cannot be copied or pickled: save its state_dict()")
         replica, membership = self.replica, self.membership
         of_rank = (replica.named, replica.optimizer, replica.bucket_bytes, replica.center_device)
         arguments = {
@@ -306,9 +315,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.load_state_dict(state)
-        self.checkpoint.loaded = (
-            self.local_steps > 0
-        )  # A copy made before training waits for weights, like the original.
+        # A copy made before training waits for weights, like the original.
+        self.checkpoint.loaded = self.local_steps > 0
 
 
 def _check_replica(
@@ -332,7 +340,12 @@ def _check_replica(
         "gradients that something else averages": averaging is not None,
         "elastic Horovod": communicator.elastic,
     }
-    check_possible(replica.sharded, refused)
+    asked = [what for what, here in refused.items() if here]
+    if replica.sharded and asked:
+        raise ValueError(
+            f"The parameters are sharded (DTensors, such as {next(iter(replica.sharded))!r}), so that all ranks must "
+            f"exchange at the same steps and in the same way. This rules out {asked[0]}"
+        )
 
 
 def _check_levels(inner: Any, overlap: int | str) -> None:
@@ -389,36 +402,10 @@ def _order(synchronizer: Synchronizer) -> tuple[str, int]:
     return synchronizer.membership.communicator.handshake_name, synchronizer.membership.number
 
 
-def _first_rate(optimizer: torch.optim.Optimizer | None) -> Callable[[], Any] | None:
-    """Return a function that reads the learning rate of the first parameter group."""
-    return None if optimizer is None else lambda: optimizer.param_groups[0].get("lr")
-
-
-def _check_optimizer(optimizer: object) -> None:
-    """Raise a TypeError unless this is None or a torch optimizer."""
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"`optimizer` must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}")
-
-
 @neutrally
-def _restore(of_rank: tuple[Any, ...], moving: torch.optim.Optimizer | None, arguments: dict[str, Any]) -> Synchronizer:
+def _restore(of_rank: tuple[Any, ...], moving: CenterOptimizerLike | None, arguments: dict[str, Any]) -> Synchronizer:
     """Construct without communicating: one rank may unpickle alone."""
     restored = Synchronizer.__new__(Synchronizer)
-    _assemble(restored, TorchReplica(*of_rank), moving, arguments)
+    restored._assemble(TorchReplica(*of_rank), moving, **arguments)
     _watch(restored)
     return restored
-
-
-def _assemble(
-    synchronizer: Synchronizer, replica: TorchReplica, moving: torch.optim.Optimizer | None, arguments: dict[str, Any]
-) -> None:
-    """Initialize the base class of a synchronizer for a torch replica."""
-    ReplicaSynchronizer.__init__(
-        synchronizer,
-        replica,
-        outer=None if moving is None else TorchOuterOptimizer(moving, replica.optimizer, replica.tensors),
-        rates=LearningRates(replica.learning_rates),
-        local_optimizer=None if replica.optimizer is None else TorchOptimizerState(replica.optimizer, replica),
-        **arguments,
-    )
-    synchronizer.learning_rate = _first_rate(replica.optimizer)
