@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, TypeAlias
 
 from hvd_periodic.choices import choices
 
 
-class LocalState:
+class LocalState(ABC):
     """Decides which entries of the state are averaged over ranks or reset, and at which exchanges.
 
     An *entry* is a tensor that an optimizer keeps for every parameter, in its shape, under the optimizer's own name:
@@ -24,13 +25,13 @@ class LocalState:
     touches: ClassVar[bool] = True
     resets: ClassVar[bool] = False
 
+    @abstractmethod
     def averaged(self, entries: Collection[str]) -> Mapping[str, int]:
-        """Return the entries among these to average, each with its period in exchanges; none, unless overridden.
+        """Return the entries among these to average, each with its period in exchanges.
 
         Raises:
             ValueError: the policy names an entry that does not exist.
         """
-        return {}
 
 
 LocalStateLike: TypeAlias = str | Mapping[str, int] | LocalState

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,3 +26,7 @@ class Reset(LocalState):
 
     name: ClassVar[str] = "reset"
     resets: ClassVar[bool] = True
+
+    def averaged(self, entries: Collection[str]) -> Mapping[str, int]:
+        """Return no entries: nothing is averaged."""
+        return {}

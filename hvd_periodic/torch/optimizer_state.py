@@ -87,7 +87,8 @@ def _start_of(optimizer: torch.optim.Optimizer) -> dict[str, float | None]:
     probe = torch.nn.Parameter(torch.full((2, 1), _MARK))
     trial = fresh_copy(optimizer, probe)
     for group in trial.param_groups:
-        group.update({key: 0.0 for key in ("weight_decay",) if key in group})
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
     probe.grad = torch.zeros_like(probe)
     trial.step()
     kept = {key: value for key, value in trial.state.get(probe, {}).items() if isinstance(value, torch.Tensor)}

@@ -228,14 +228,7 @@ class TorchOuterOptimizer(CloneableOptimizer):
         self._follow()
         found: dict[EntryKey, Any] = {}
         for momentum in (0.0, 0.5):
-            trial = in_train_mode(deep_copy(self.optimizer))
-            for group in trial.param_groups:
-                if "momentum" in group:
-                    group["momentum"] = group["momentum"] or momentum
-                for center in group["params"]:
-                    center.grad = torch.zeros_like(center)
-            trial.step()
-            found.update(_entries(trial, self._own))
+            found.update(_entries(self._stepped_copy(momentum), self._own))
         counting = [key for key in sorted(self._own.attributes) if type(vars(self.optimizer).get(key)) in (int, float)]
         if counting:
             raise ValueError(
@@ -247,13 +240,20 @@ class TorchOuterOptimizer(CloneableOptimizer):
 
     def keeps_state(self) -> bool:
         """Return whether a step with the current settings leaves any state."""
-        trial = deep_copy(self.optimizer)
+        states = self._stepped_copy().state.values()
+        kept = [state.values() if isinstance(state, dict) else [state] for state in states]
+        return any(value is not None for values in kept for value in values)
+
+    def _stepped_copy(self, momentum: float = 0.0) -> torch.optim.Optimizer:
+        """Return a copy after a step with gradients of zero, and with this momentum if the current one is 0."""
+        trial = in_train_mode(deep_copy(self.optimizer))
         for group in trial.param_groups:
+            if "momentum" in group:
+                group["momentum"] = group["momentum"] or momentum
             for center in group["params"]:
                 center.grad = torch.zeros_like(center)
-        in_train_mode(trial).step()
-        kept = [state.values() if isinstance(state, dict) else [state] for state in trial.state.values()]
-        return any(value is not None for values in kept for value in values)
+        trial.step()
+        return trial
 
     def pull(self, arrays: Sequence[np.ndarray]) -> None:
         """Use these arrays as the state."""
@@ -366,9 +366,9 @@ def _number(kind: type, array: np.ndarray) -> Any:
 
 def _duplicate(value: Any) -> Any:
     """Return a copy of the state under one key, which is a parameter or a name."""
-    return (
-        {key: copy.deepcopy(each) for key, each in value.items()} if isinstance(value, dict) else copy.deepcopy(value)
-    )
+    if isinstance(value, dict):
+        return {key: copy.deepcopy(each) for key, each in value.items()}
+    return copy.deepcopy(value)
 
 
 def _make(source: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
