@@ -46,10 +46,6 @@ class NamedTensors:
     def of(cls, model: Model, buffers: Buffers) -> NamedTensors:
         """Collect the tensors of a module, or of (name, parameter) pairs.
 
-        Args:
-            model: the module or the pairs.
-            buffers: the policies of the buffers; None: by their names.
-
         Raises:
             TypeError: neither a module nor pairs.
             ValueError: duplicate names, or unknown or impossible ``buffers``.

@@ -51,11 +51,7 @@ class TorchOptimizerState:
         return self._replica.store_of(pairs)
 
     def learn_start(self) -> None:
-        """Learn the initial state from one step of a copy, with a gradient of zero.
-
-        Raises:
-            TypeError: the optimizer cannot be copied.
-        """
+        """Learn the initial state from one step of a copy, with a gradient of zero."""
         try:
             self._start = _start_of(self._optimizer)
         except Exception as error:

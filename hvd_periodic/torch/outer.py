@@ -72,11 +72,7 @@ class TorchOuterOptimizer(CloneableOptimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer.
-
-        Raises:
-            RuntimeError: there is no center yet.
-        """
+        """The optimizer, once the center is bound."""
         if self._optimizer is None:
             raise RuntimeError("The outer optimizer has no center yet: bind() comes first")
         return self._optimizer
@@ -216,9 +212,6 @@ class TorchOuterOptimizer(CloneableOptimizer):
 
         The entries are found by the first step of a copy on a center of zeros in host memory: with the current
         settings, and with a momentum, which a scheduler may set later.
-
-        Raises:
-            ValueError: the state holds something other than tensors and numbers.
         """
 
         def zeros(kind: str, size: int) -> torch.Tensor:
@@ -266,11 +259,7 @@ class TorchOuterOptimizer(CloneableOptimizer):
                 holder.pop(key, None)
 
     def push(self, arrays: Sequence[np.ndarray]) -> None:
-        """Copy the state into these arrays, unless they are the state itself.
-
-        Raises:
-            ValueError: the state has entries that :meth:`shapes` did not find.
-        """
+        """Copy the state into these arrays, unless they are the state itself."""
         present, *values = arrays
         here = _entries(self.optimizer, self._own)
         unknown = sorted({key for _, _, key in here.keys() - self._keys.keys()})
@@ -309,30 +298,26 @@ class TorchOuterOptimizer(CloneableOptimizer):
         """Return a new optimizer over these groups, with the settings of the template's first groups, in order."""
         if self._template is None:
             return _make(self.source, groups)
-        for index, group in zip(self._groups, groups, strict=False):
-            group.update(self._settings_of(index, own))
+        self._take_settings(groups, own)
         return copied(self._template, groups, own)
 
-    def _settings_of(self, index: int, own: OwnState) -> dict[str, Any]:
-        """Return the hyper-parameters of a group of the template, adapted to the device of the centers."""
-        group = {} if self._template is None else settings_in(self._template.param_groups[index], own)
-        return group | (_on_host(group) if self._on_host else {})
-
     def _follow(self) -> None:
-        if self._template is not None:
-            for index, group in zip(self._groups, self.optimizer.param_groups, strict=True):
-                group.update(self._settings_of(index, self._own))
+        self._take_settings(self.optimizer.param_groups, self._own)
+
+    def _take_settings(self, groups: list[dict[str, Any]], own: OwnState) -> None:
+        """Set the hyper-parameters of groups to the template's, adapted to the device of the centers."""
+        if self._template is None:
+            return
+        for index, group in zip(self._groups, groups, strict=False):
+            settings = settings_in(self._template.param_groups[index], own)
+            group.update(settings | (_on_host(settings) if self._on_host else {}))
 
 
 _NUMBERS = (bool, int, float)
 
 
 def _entries(optimizer: torch.optim.Optimizer, own: OwnState) -> dict[EntryKey, Any]:
-    """Return all state entries, by location.
-
-    Raises:
-        ValueError: an entry is neither a tensor nor a number.
-    """
+    """Return all state entries, by location; refuse entries that are neither tensors nor numbers."""
     found: dict[EntryKey, Any] = {}
     for g, group in enumerate(optimizer.param_groups):
         found |= {(g, _OF_GROUP, key): group[key] for key in sorted(own.keys & group.keys())}

@@ -235,11 +235,7 @@ class TorchReplica(Replica[torch.Tensor]):
         return found
 
     def learning_rates(self) -> list[float]:
-        """Return the learning rate of every parameter, taken from its group.
-
-        Raises:
-            ValueError: the local optimizer is not known.
-        """
+        """Return the learning rate of every parameter, taken from its group."""
         if self.optimizer is None:
             raise ValueError("The algorithm needs the learning rate of local steps: pass `optimizer`")
         groups = self.optimizer.param_groups

@@ -57,24 +57,18 @@ def check_moving(state: Mapping[str, Any], outer: Any) -> None:
 
 
 def with_sharded_tensors(
-    state: dict[str, Any], parameters: Mapping[str, Any], names: Sequence[str], outer: Any
+    state: dict[str, Any], sharded: Mapping[str, Any], names: Sequence[str], outer: Any
 ) -> dict[str, Any]:
     """Return a synchronizer's state in which the tensors of a sharded parameter are sharded like the parameter.
 
     This tells ``torch.distributed.checkpoint`` which ranks hold which parts. A tensor in another shape than the shard,
-    such as one n-th of the center, stays as it is.
-
-    Args:
-        state: the state of a synchronizer.
-        parameters: the sharded parameters, by name.
-        names: the names of all exchanged parameters, in order.
-        outer: the optimizer of the center.
+    such as one n-th of the center, stays as it is. ``names`` are those of all exchanged parameters, in order.
     """
-    if not parameters:
+    if not sharded:
         return state
 
     def like(name: str, value: Any) -> Any:
-        owner = parameters.get(name)
+        owner = sharded.get(name)
         fits = owner is not None and isinstance(value, torch.Tensor) and value.shape == shard_of(owner).shape
         return as_sharded(value, owner) if fits else value
 

@@ -35,11 +35,7 @@ def as_sharded(shard: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def facts_of(sharded: Mapping[str, Any]) -> dict[str, object]:
-    """Return the facts on which exchanging ranks must agree: their positions in their islands, and their shards.
-
-    Args:
-        sharded: tensors by name.
-    """
+    """Return the facts on which exchanging ranks must agree: their positions in their islands, and their shards."""
     places = sorted({str(list(tensor.device_mesh.get_coordinate())) for tensor in sharded.values()})
     if not places:
         return {}
@@ -56,12 +52,7 @@ def facts_of(sharded: Mapping[str, Any]) -> dict[str, object]:
 
 
 def check_sharded(sharded: Mapping[str, Any], exchanged: Sequence[torch.Tensor]) -> None:
-    """Raise a ValueError for parameters whose shards cannot be exchanged.
-
-    Args:
-        sharded: tensors by name.
-        exchanged: all exchanged tensors, sharded or not.
-    """
+    """Raise a ValueError for parameters whose shards cannot be exchanged; ``exchanged`` are all, sharded or not."""
     for name, tensor in sharded.items():
         if any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"{name!r} is a sum that ranks have not formed yet: {tensor.placements}. Redistribute it")

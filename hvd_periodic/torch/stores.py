@@ -96,11 +96,7 @@ class OffloadedStore(FlatStore[torch.Tensor]):
 
 
 def as_center_device(device: torch.device | str | None) -> torch.device | None:
-    """Return the device where centers are kept; None: the device of the parameters.
-
-    Raises:
-        ValueError: neither None nor the host.
-    """
+    """Return the device where centers are kept: the host; or None, for the device of the parameters."""
     if device is None:
         return None
     if str(device) != "cpu":

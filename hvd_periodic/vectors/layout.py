@@ -178,10 +178,7 @@ class Layout:
         return part
 
     def cut_at(self, places: Mapping[str, Sequence[int]]) -> Layout:
-        """Return the same layout with more buckets: a bucket that holds one of these elements ends before it.
-
-        Args:
-            places: the elements, by arena.
+        """Return the same layout with more buckets: one that holds one of these elements, by arena, ends before it.
 
         Example:
             >>> layout = Layout([TensorSpec("w", (3,), "f4", 4), TensorSpec("b", (), "f4", 4)])
