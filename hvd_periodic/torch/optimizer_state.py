@@ -17,12 +17,7 @@ _MARK = 0.73918246
 
 
 class TorchOptimizerState:
-    """The state that a torch optimizer keeps for every exchanged parameter, in the parameter's shape.
-
-    Args:
-        optimizer: the local optimizer.
-        replica: the parameters.
-    """
+    """The state that the local optimizer keeps for every exchanged parameter, in the parameter's shape."""
 
     complete = False
 

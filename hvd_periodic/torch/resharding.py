@@ -22,11 +22,7 @@ def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any]) -> Any:
 
 
 class _StateDicts(Form):
-    """State dicts of optimizers.
-
-    Args:
-        grouping: the exchanged parameters of every parameter group that has any.
-    """
+    """State dicts of optimizers; ``grouping`` is that of :meth:`TorchOuterOptimizer.grouping`."""
 
     def __init__(self, grouping: Sequence[Sequence[int]]) -> None:
         self._grouping = grouping

@@ -67,12 +67,7 @@ class TensorStore(PackedStore[torch.Tensor]):
 
 
 class OffloadedStore(FlatStore[torch.Tensor]):
-    """Vectors in host memory, initially zero and pinned for CUDA, that the device of their kind computes with.
-
-    Args:
-        layout: the tensors, arenas and buckets.
-        kinds: dtype and device of every kind.
-    """
+    """Vectors in host memory, initially zero and pinned for CUDA, that the device of their kind computes with."""
 
     offloaded = True
 

@@ -113,9 +113,10 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     ) -> None:
         communicator = communicator_of(options["process_set"])
         self._alone = communicator.elastic
-        limit = options["timeout_seconds"]
-        name = f"{communicator.handshake_name}.alone" if self._alone else communicator.unique_name(limit)
-
+        if self._alone:
+            name = f"{communicator.handshake_name}.alone"
+        else:
+            name = communicator.unique_name(options["timeout_seconds"])
         remember_wrappers()
 
         def build() -> None:
