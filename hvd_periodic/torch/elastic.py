@@ -20,6 +20,7 @@ from hvd_periodic.torch.gradient_averaging import innermost
 from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import STATE_KEY, PeriodicOptimizer, levels_of
 from hvd_periodic.torch.resharding import resharded
+from hvd_periodic.torch.saved import map_tensors
 from hvd_periodic.torch.synchronizer import Synchronizer
 
 
@@ -179,7 +180,7 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
     def share(self) -> Share:
         """Return this rank's shard of the center in host memory, since other ranks may lack its device."""
         share = super().share()
-        return Share(_on_host(share.vectors), _on_host(share.optimizer_state))
+        return Share(map_tensors(torch.Tensor.cpu, share.vectors), map_tensors(torch.Tensor.cpu, share.optimizer_state))
 
     def exchanges_in(self, copied: Any) -> Mapping[str, Any]:
         """Return the state of the exchanges."""
@@ -221,15 +222,6 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
     def rejoin(self, name: str) -> None:
         """Reconstruct the optimizer for the current ranks."""
         self.value.rejoin(name)
-
-
-def _on_host(value: Any) -> Any:
-    """Return nested containers with their tensors in host memory."""
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    if isinstance(value, dict):
-        return {key: _on_host(each) for key, each in value.items()}
-    return type(value)(map(_on_host, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _of_rank(value: Any, rank: int = 0) -> Any:

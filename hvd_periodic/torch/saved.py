@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,17 @@ def translated(state: Any, groups: TensorGroups[Any], named: NamedTensors) -> An
     if in_flight is not None:
         in_flight = in_flight | {"snapshot": _renamed(in_flight["snapshot"])}
     return state | {"vectors": vectors, "under_way": in_flight}
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return nested values in which the results of a function replace the tensors."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(change, each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(map_tensors(change, each) for each in value)
+    return value
 
 
 def _renamed(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,12 +81,3 @@ def reshard(modules: Iterable[Any]) -> None:
     for module in modules:
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             module.reshard()
-
-
-def shards_in(state: Any) -> Any:
-    """Return nested values in which shards replace the sharded tensors."""
-    if isinstance(state, Mapping):
-        return {key: shards_in(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
-        return type(state)(shards_in(value) for value in state)
-    return shard_of(state) if is_sharded(state) else state

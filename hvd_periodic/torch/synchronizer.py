@@ -37,8 +37,8 @@ from hvd_periodic.torch.options import TorchOptions
 from hvd_periodic.torch.outer import CenterOptimizerLike, TorchOuterOptimizer
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.torch.resharding import resharded
-from hvd_periodic.torch.saved import check_moving, translated, with_sharded_tensors
-from hvd_periodic.torch.sharded_parameters import shards_in
+from hvd_periodic.torch.saved import check_moving, map_tensors, translated, with_sharded_tensors
+from hvd_periodic.torch.sharded_parameters import shard_of
 from hvd_periodic.torch.state_making import makes_state_only
 
 P = ParamSpec("P")
@@ -241,13 +241,13 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Check a state as in the base class, also the state of an outer optimizer of sharded parameters."""
-        super().check_state_dict(translated(shards_in(state), self.tensor_groups, self.replica.named))
+        super().check_state_dict(translated(map_tensors(shard_of, state), self.tensor_groups, self.replica.named))
         if self.replica.sharded:
             check_moving(state, self.exchanged.outer)
 
     def load_checked(self, state: dict[str, Any]) -> None:
         """Restore a state that ``check_state_dict()`` has accepted."""
-        super().load_checked(translated(shards_in(state), self.tensor_groups, self.replica.named))
+        super().load_checked(translated(map_tensors(shard_of, state), self.tensor_groups, self.replica.named))
         self.replica.uncounted = None
 
     @contextmanager
