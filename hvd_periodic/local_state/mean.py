@@ -5,20 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.algorithms.base import Exchange, State
+from hvd_periodic.algorithms.consensus import Consensus
 from hvd_periodic.vectors.space import VectorSpace
 
 V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class Mean(Algorithm):
+class Mean(Consensus):
     """Replace every replica with the mean of the replicas.
 
         x_i ← 1/n Σ_j x_j
 
     For values that are not evaluated, such as the state of local optimizers: unlike :class:`Averaging`, it takes no
-    memory for a center. All workers must contribute their values.
+    memory for a center, and displacements are from zero. All workers must contribute their values.
 
     Example:
         >>> import numpy as np
@@ -28,11 +29,6 @@ class Mean(Algorithm):
     """
 
     reads_before: ClassVar[bool] = False
-
-    @property
-    def takes_mean(self) -> bool:
-        """True: the total divided by n is the mean."""
-        return True
 
     def init_center(self, space: VectorSpace[V], x: V) -> State[V]:
         """Return no vectors: there is no center."""
@@ -47,7 +43,3 @@ class Mean(Algorithm):
     def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
         """Return the mean, which is published at once."""
         return {"center": space.scale(1.0 / exchange.size, total)}
-
-    def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Return the mean."""
-        return center, {}

@@ -10,13 +10,12 @@ import numpy as np
 
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
 from hvd_periodic.outer.elementwise import require_elementwise
-from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
-from hvd_periodic.vectors.fragments import Fragment
+from hvd_periodic.outer.per_fragment import CloneableOptimizer
 from hvd_periodic.vectors.layout import Layout
 from hvd_periodic.vectors.store import FlatStore, Store
 
 
-class ArrayOuterOptimizer:
+class ArrayOuterOptimizer(CloneableOptimizer):
     """A copy of an optimizer of arrays, over the arrays of the center.
 
     Args:
@@ -31,10 +30,6 @@ class ArrayOuterOptimizer:
     def clone(self) -> ArrayOuterOptimizer:
         """Return a copy that has no center yet."""
         return ArrayOuterOptimizer(self._source)
-
-    def per_fragment(self, fragments: Sequence[Fragment]) -> PerFragmentOptimizer:
-        """Return one outer optimizer for each fragment."""
-        return PerFragmentOptimizer(self, fragments)
 
     @property
     def name(self) -> str:

@@ -21,13 +21,8 @@ def require_elementwise(name: str, share: Layout, whole: Layout, steps: Steps) -
     """Raise if this rank holds parts of tensors and the optimizer is not elementwise.
 
     Layer-wise rates, clipping by norm and factored moments need whole tensors: on parts they would silently compute
-    something else. The check compares two steps on a small matrix with two steps on its parts, by two optimizers.
-
-    Args:
-        name: name of the optimizer, for the message.
-        share: layout of this rank's shard.
-        whole: layout of the whole center.
-        steps: runs a new optimizer.
+    something else. The check compares two steps on a small matrix with two steps on its parts, by two optimizers. The
+    ``share`` of the ``whole`` center is this rank's.
 
     Raises:
         ValueError: the optimizer is not elementwise.

@@ -16,16 +16,19 @@ class Hyperparameters(Protocol):
 
     def settings(self) -> dict[str, object]:
         """Return the settings by readable name; names of learning rates begin with ``lr`` or ``learning_rate``."""
+        return {}
 
     def hyperparameters(self) -> Any:
         """Return the settings in the form that :meth:`follow` takes on another rank."""
+        return None
 
     def follow(self, settings: Any) -> None:
         """Use these settings for the next exchange; None: this rank's own settings."""
+        return
 
 
 class OuterOptimizer(Hyperparameters, Protocol):
-    """An optimizer of the framework, over the tensors of the center.
+    """An optimizer of the framework, over the tensors of the center; methods that are not implemented do nothing.
 
     Several processes may take turns to step an asynchronous center in host memory; the optimizer's state then travels
     through arrays that they share.
@@ -44,18 +47,23 @@ class OuterOptimizer(Hyperparameters, Protocol):
         Raises:
             TypeError, ValueError: there is no such optimizer, or it does not support such a center.
         """
+        return
 
     def step(self) -> None:
         """Apply one step, in place."""
+        return
 
     def state(self) -> Any:
         """Return a copy of the optimizer's state."""
+        return None
 
     def load(self, state: Any) -> None:
         """Restore the state that :meth:`state` returned."""
+        return
 
     def bind_host(self, center: FlatStore[Any], gradient: FlatStore[Any], whole: Layout) -> None:
         """Create the optimizer over numpy arrays."""
+        return
 
     def shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
         """Return the shapes and dtypes of the arrays that will make up the state, for a center of this layout.
@@ -63,58 +71,22 @@ class OuterOptimizer(Hyperparameters, Protocol):
         Raises:
             TypeError, ValueError: as :meth:`bind`; or the state does not consist of arrays.
         """
-
-    def reset(self) -> None:
-        """Forget all state, as if no step had been taken."""
-
-    def pull(self, arrays: Sequence[np.ndarray]) -> None:
-        """Continue from the state in these arrays, which may be used as the state itself."""
-
-    def push(self, arrays: Sequence[np.ndarray]) -> None:
-        """Copy the state into these arrays."""
-
-
-class NoOuterOptimizer:
-    """No outer optimizer: the algorithm moves the center itself."""
-
-    name = "none"
-
-    def settings(self) -> dict[str, object]:
-        """Return no settings."""
-        return {}
-
-    def hyperparameters(self) -> Any:
-        """Return None: there are no hyper-parameters."""
-        return None
-
-    def follow(self, settings: Any) -> None:
-        """Ignore the settings."""
-
-    def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
-        """Leave the center alone."""
-
-    def step(self) -> None:
-        """Do nothing."""
-
-    def state(self) -> Any:
-        """Return None: there is no state."""
-        return None
-
-    def load(self, state: Any) -> None:
-        """Ignore the state."""
-
-    def bind_host(self, center: FlatStore[Any], gradient: FlatStore[Any], whole: Layout) -> None:
-        """Leave the center alone."""
-
-    def shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
-        """Return no shapes: there is no state."""
         return []
 
     def reset(self) -> None:
-        """Do nothing."""
+        """Forget all state, as if no step had been taken."""
+        return
 
     def pull(self, arrays: Sequence[np.ndarray]) -> None:
-        """Do nothing."""
+        """Continue from the state in these arrays, which may be used as the state itself."""
+        return
 
     def push(self, arrays: Sequence[np.ndarray]) -> None:
-        """Do nothing."""
+        """Copy the state into these arrays."""
+        return
+
+
+class NoOuterOptimizer(OuterOptimizer):
+    """No outer optimizer: the algorithm moves the center itself."""
+
+    name = "none"

@@ -6,26 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Bucket, Layout
-from hvd_periodic.vectors.store import FlatStore, Store
+from hvd_periodic.vectors.store import Store
 
 
 class CloneableOptimizer(OuterOptimizer, Protocol):
-    """An optimizer of the center that can be cloned."""
+    """An optimizer of the center that can be cloned, so that each fragment has its own."""
 
     def clone(self) -> CloneableOptimizer:
         """Return another optimizer like this one, without a center yet."""
 
     def per_fragment(self, fragments: Sequence[Fragment]) -> OuterOptimizer:
         """Return one such optimizer for each fragment, as a :class:`PerFragmentOptimizer`."""
+        return PerFragmentOptimizer(self, fragments)
 
 
-class PerFragmentOptimizer:
-    """One optimizer per fragment, each over its slice of the center and with its own state.
+class PerFragmentOptimizer(OuterOptimizer):
+    """One optimizer per fragment, each over its slice of the center and with its own state; for synchronous exchange.
 
     Args:
         outer: the optimizer to create for each fragment.
@@ -86,27 +85,6 @@ class PerFragmentOptimizer:
             )
         for part, of_part in zip(self.parts, states, strict=True):
             part.load(of_part)
-
-    def bind_host(self, center: FlatStore[Any], gradient: FlatStore[Any], whole: Layout) -> None:
-        """Create the optimizers."""
-        self.bind(center, gradient, whole)
-
-    def shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
-        """Return the shapes and dtypes of all optimizers, one after another."""
-        return [shape for part in self.parts for shape in part.shapes(layout)]
-
-    def reset(self) -> None:
-        """Forget all states."""
-        for part in self.parts:
-            part.reset()
-
-    def pull(self, arrays: Sequence[np.ndarray]) -> None:
-        """Refuse: arrays are shared by asynchronous processes, which have no fragments."""
-        raise NotImplementedError("Asynchronous exchange has no fragments")
-
-    def push(self, arrays: Sequence[np.ndarray]) -> None:
-        """Refuse, like :meth:`pull`."""
-        raise NotImplementedError("Asynchronous exchange has no fragments")
 
 
 @dataclass

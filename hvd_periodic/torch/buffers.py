@@ -25,10 +25,6 @@ Buffers: TypeAlias = str | Mapping[str, str] | Callable[[str, torch.Tensor], str
 def policies(buffers: Buffers, named: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """Return the policy that is finally applied to each buffer, by name.
 
-    Args:
-        buffers: the user's setting.
-        named: the buffers.
-
     Raises:
         TypeError: ``buffers`` has an unsupported type.
         ValueError: an unknown policy, a policy that a buffer cannot have, or a pattern that matches no buffer.
@@ -39,11 +35,7 @@ def policies(buffers: Buffers, named: Sequence[tuple[str, torch.Tensor]]) -> dic
 
 
 def policy_of(buffers: Buffers, name: str, tensor: torch.Tensor) -> str:
-    """Return the policy of one buffer.
-
-    Raises:
-        ValueError: as :func:`policies`.
-    """
+    """Return the policy of one buffer, as :func:`policies` does."""
     policy = policy_asked_for(buffers, name, tensor)
     if policy is None:
         policy = AVERAGE if is_statistic(name) else LOCAL

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from hvd_periodic.torch.model import original_name
+from hvd_periodic.torch.model import original_module_name, original_name
 from hvd_periodic.torch.neutral import neutrally
-from hvd_periodic.torch.optimizer import PeriodicOptimizer
+from hvd_periodic.torch.optimizer import PeriodicOptimizer, synchronizer_of
 from hvd_periodic.torch.synchronizer import Synchronizer
 
 
@@ -42,7 +43,7 @@ def center_state_dict(model: torch.nn.Module, optimizer: PeriodicOptimizer | Syn
             "center_state_dict(model, optimizer) takes a module and an optimizer or synchronizer of this package. "
             f"Received: {type(model).__name__}, {type(optimizer).__name__}"
         )
-    synchronizer = optimizer.synchronizer if isinstance(optimizer, PeriodicOptimizer) else optimizer
+    synchronizer = synchronizer_of(optimizer)
     exchanged = set(map(id, synchronizer.replica.tensors))
     if not any(id(parameter) in exchanged for parameter in model.parameters()):
         raise ValueError(
@@ -50,11 +51,16 @@ def center_state_dict(model: torch.nn.Module, optimizer: PeriodicOptimizer | Syn
         )
     with nullcontext() if synchronizer.center_reader.in_center_block else synchronizer.center():
         state = model.state_dict()
-        copied: Any = type(state)(
-            (original_name(name), value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value))
-            for name, value in state.items()
-        )
+        renamed: Any = type(state)((original_name(name), value) for name, value in copied(state).items())
     if hasattr(state, "_metadata"):
-        copied._metadata = {original_name(f"{name}.")[:-1]: version for name, version in state._metadata.items()}
-    exported: dict[str, Any] = copied
+        renamed._metadata = {original_module_name(name): version for name, version in state._metadata.items()}
+    exported: dict[str, Any] = renamed
     return exported
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of the values of a model's state dict."""
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
+    }

@@ -15,9 +15,9 @@ from hvd_periodic.checkpoints import Saving
 from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
 from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.sync.resume_from_center import start_from_saved_center
-from hvd_periodic.torch.model import original_name
+from hvd_periodic.torch.model import original_module_name, original_name
 from hvd_periodic.torch.neutral import neutrally
-from hvd_periodic.torch.optimizer import INSIDE_KEY, STATE_KEY, PeriodicOptimizer
+from hvd_periodic.torch.optimizer import INSIDE_KEY, STATE_KEY, PeriodicOptimizer, levels_of, synchronizer_of
 from hvd_periodic.torch.resharding import resharded
 from hvd_periodic.torch.saved import translated
 from hvd_periodic.torch.sharded_parameters import require_whole
@@ -73,18 +73,15 @@ def save(
         tensors = model.state_dict()
         saved["model"] = {original_name(name): value for name, value in tensors.items()}
         metadata = getattr(tensors, "_metadata", {})
-        saved["versions"] = {original_name(f"{name}.")[:-1]: dict(version) for name, version in metadata.items()}
-        saved[STATES] = {name: value.state_dict() for name, value in more.items() if _has_state(value)}
-        saved[MORE] = {name: value for name, value in more.items() if not _has_state(value)}
+        saved["versions"] = {original_module_name(name): dict(version) for name, version in metadata.items()}
+        saved[STATES] = {name: value.state_dict() for name, value in more.items() if has_state(value)}
+        saved[MORE] = {name: value for name, value in more.items() if not has_state(value)}
         return saved
 
-    synchronizer, everyone = _levels(optimizer)[0], _everyone(optimizer)
-    require_outside_center_block, save_files = (
-        synchronizer.center_reader.require_outside_center_block,
-        synchronizer.checkpoint.save_files,
-    )
-    return save_files(
-        Path(path), everyone, require_outside_center_block, state, Tensors(), keep=keep, background=background
+    synchronizer, everyone = synchronizer_of(optimizer), _everyone(optimizer)
+    check = synchronizer.center_reader.require_outside_center_block
+    return synchronizer.checkpoint.save_files(
+        Path(path), everyone, check, state, Tensors(), keep=keep, background=background
     )
 
 
@@ -129,7 +126,7 @@ def load(
     """
     _check(model, optimizer)
     levels = _levels(optimizer)
-    stateful = {name: value for name, value in more.items() if _has_state(value)}
+    stateful = {name: value for name, value in more.items() if has_state(value)}
 
     def restore(saved: dict[str, Any], among_others: bool) -> None:
         state = saved["optimizer"]
@@ -197,11 +194,7 @@ _OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _levels(optimizer: Trained) -> list[Synchronizer]:
     """Return the synchronizers of nested optimizers, the outermost first."""
-    levels, level = [], optimizer
-    while isinstance(level, PeriodicOptimizer):
-        levels.append(level.synchronizer)
-        level = level.inner  # type: ignore[assignment]
-    return [*levels, level] if isinstance(level, Synchronizer) else levels
+    return [level.synchronizer for level in levels_of(optimizer)] or [synchronizer_of(optimizer)]
 
 
 def _everyone(optimizer: Trained) -> TrainingGroup:
@@ -212,15 +205,11 @@ def _everyone(optimizer: Trained) -> TrainingGroup:
 def _check(model: Any, optimizer: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module. Received: {type(model).__name__}")
-    if not isinstance(optimizer, (PeriodicOptimizer, Synchronizer)):
-        raise TypeError(
-            f"`optimizer` must be an optimizer or synchronizer of hvd_periodic.torch. Received: "
-            f"{type(optimizer).__name__}"
-        )
-    require_whole(_levels(optimizer)[0].replica.sharded)
+    require_whole(synchronizer_of(optimizer).replica.sharded)
 
 
-def _has_state(value: Any) -> bool:
+def has_state(value: Any) -> bool:
+    """Return whether a value has ``state_dict()`` and ``load_state_dict()``."""
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -228,7 +217,7 @@ def _named_as_in(model: torch.nn.Module, saved: dict[str, Any], versions: dict[s
     """Return a saved state dict under the model's current names, which ``torch.compile`` may have changed."""
     now: Any = model.state_dict()
     names = {original_name(name): name for name in now}
-    of_modules = {original_name(f"{name}.")[:-1]: name for name in getattr(now, "_metadata", {})}
+    of_modules = {original_module_name(name): name for name in getattr(now, "_metadata", {})}
     tensors: Any = OrderedDict((names.get(name, name), value) for name, value in saved.items())
     tensors._metadata = OrderedDict((of_modules.get(name, name), version) for name, version in versions.items())
     return tensors

@@ -49,11 +49,13 @@ def communicator_of(process_set: Any) -> Communicator:
             )
         return Subset(communicator_of(None), process_set)
     unknown = _unknown()
-    if process_set is None and not _initialized(_chosen()) and (alone := only_rank()) is not None:
+    chosen = _chosen()
+    initialized = _has_torch() if chosen == "torch" else horovod() is not None
+    if process_set is None and not initialized and (alone := only_rank()) is not None:
         if unknown is not None:
             raise unknown
         return alone
-    communicator = _made(process_set, _chosen())
+    communicator = _made(process_set, chosen)
     communicator.problem = unknown or _disagreement()
     return communicator
 
@@ -83,10 +85,6 @@ def horovod() -> Any:
     """Return Horovod's module if it is initialized, else None; Horovod need not be installed."""
     module = sys.modules.get("horovod.torch")
     return module if module is not None and module.is_initialized() else None
-
-
-def _initialized(chosen: str) -> bool:
-    return _has_torch() if chosen == "torch" else horovod() is not None
 
 
 def _made(process_set: Any, chosen: str) -> JobCommunicator:

@@ -11,10 +11,10 @@ from hvd_periodic.arguments import also_period
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.spellings import renamed
-from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.model import Model
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.options import TorchOptions
+from hvd_periodic.torch.outer import CenterOptimizerLike
 
 
 class ElasticAverageOptimizer(PeriodicOptimizer):

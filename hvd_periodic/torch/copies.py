@@ -51,12 +51,8 @@ def copied(template: torch.optim.Optimizer, groups: Groups, own: OwnState = OwnS
     """Return a new optimizer of the template's class, with its attributes.
 
     Constructor arguments are looked up by name among the defaults, in which optimizers keep settings that a group may
-    override, and among the attributes. Some act in the constructor only, such as Adagrad's initial accumulator.
-
-    Args:
-        template: the optimizer to copy.
-        groups: parameter groups of the copy.
-        own: the template's own state, whose attributes the copy does not take over.
+    override, and among the attributes. Some act in the constructor only, such as Adagrad's initial accumulator. The
+    copy does not take over attributes that are the template's own state.
 
     Raises:
         TypeError: the template's class cannot be constructed from parameter groups, defaults and attributes.
@@ -78,12 +74,18 @@ def copied(template: torch.optim.Optimizer, groups: Groups, own: OwnState = OwnS
 
 
 def fresh_copy(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.optim.Optimizer:
-    """Return a new optimizer of the same class and settings over one parameter, ready to step.
-
-    Raises:
-        TypeError: the class cannot be constructed from parameter groups, defaults and attributes.
-    """
+    """Return a new optimizer of the same class and settings over one parameter, ready to step; see :func:`copied`."""
     return in_train_mode(copied(optimizer, [{"params": [parameter]}]))
+
+
+def deep_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return a deep copy, parameters included; torch's own deep copy omits the attributes of subclasses."""
+    memo: dict[int, Any] = {}
+    twin = copy.deepcopy(optimizer, memo)
+    for key, value in vars(optimizer).items():
+        if key not in vars(twin):
+            setattr(twin, key, copy.deepcopy(value, memo))
+    return twin
 
 
 def in_train_mode(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -115,10 +117,8 @@ def own_state(
 ) -> OwnState:
     """Return the state that an optimizer changes outside the state of its parameters; empty if none can be tried.
 
-    Args:
-        make: makes an optimizer from parameter groups, with the template's hyper-parameters that are not own state.
-        template: the optimizer that ``make`` copies, if any.
-        like: for each group, tensors with the dimensions of its parameters; the trial uses small ones instead.
+    ``make`` makes an optimizer from parameter groups, as a copy of the template if there is one, without its own state.
+    The trial uses a small tensor for each number of dimensions that the tensors of a group in ``like`` have.
     """
     # A maximum that a used template has reached no longer changes: also try a copy with the constructor's defaults.
     defaults = frozenset() if template is None else frozenset(innermost(template).defaults)

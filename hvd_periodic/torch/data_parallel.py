@@ -20,11 +20,6 @@ def island_of(
 ) -> TorchDistributedCommunicator | None:
     """Return the ranks that average their gradients with this rank; None if there are none.
 
-    Args:
-        module: the model; None if it is unknown.
-        communicator: the ranks that exchange.
-        asynchronous: whether they exchange without waiting for each other.
-
     Raises:
         ValueError: the ranks that exchange average their gradients at every step, so that no exchange changes anything;
             or asynchronous exchange.

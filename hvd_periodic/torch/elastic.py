@@ -13,12 +13,14 @@ from horovod.common.elastic import ObjectState
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.elastic.commits import Commits, Committable, CommittableOptimizer, CommittedState, refuse_fixed
 from hvd_periodic.elastic.shards import FullCenter, Share
+from hvd_periodic.torch.checkpoints import has_state
 from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.copies import settings_of
 from hvd_periodic.torch.gradient_averaging import innermost
 from hvd_periodic.torch.neutral import neutrally
-from hvd_periodic.torch.optimizer import STATE_KEY, PeriodicOptimizer
+from hvd_periodic.torch.optimizer import STATE_KEY, PeriodicOptimizer, levels_of
 from hvd_periodic.torch.resharding import resharded
+from hvd_periodic.torch.saved import map_tensors
 from hvd_periodic.torch.synchronizer import Synchronizer
 
 
@@ -76,10 +78,10 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
         if commit not in ("call", "exchange"):
             raise ValueError(f"`commit` must be 'call' or 'exchange'. Received: {commit!r}")
         given = {"model": model, "optimizer": optimizer} | more
-        self._tracked = {name: value for name, value in given.items() if _has_state(value)}
+        self._tracked = {name: value for name, value in given.items() if has_state(value)}
         objects = {name: value for name, value in given.items() if name not in self._tracked}
         for name, periodic in self._periodic().items():
-            for level in _levels(periodic):
+            for level in levels_of(periodic):
                 refuse_fixed(name, level.synchronizer, level.synchronizer.gradient_group is not None)
         for name, value in self._tracked.items():
             setattr(self, name, value)
@@ -104,7 +106,7 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
         """Return a keeper for every object with a state; for nested optimizers, the outermost first."""
         found: dict[str, Committable] = {}
         for name, value in self._tracked.items():
-            levels = _levels(value) if isinstance(value, PeriodicOptimizer) else []
+            levels = levels_of(value)
             found |= {name + depth * ".inner": _KeptOptimizer(level) for depth, level in enumerate(levels)}
             if not levels:
                 found[name] = _KeptState(value)
@@ -178,7 +180,7 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
     def share(self) -> Share:
         """Return this rank's shard of the center in host memory, since other ranks may lack its device."""
         share = super().share()
-        return Share(_on_host(share.vectors), _on_host(share.optimizer_state))
+        return Share(map_tensors(torch.Tensor.cpu, share.vectors), map_tensors(torch.Tensor.cpu, share.optimizer_state))
 
     def exchanges_in(self, copied: Any) -> Mapping[str, Any]:
         """Return the state of the exchanges."""
@@ -222,24 +224,6 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
         self.value.rejoin(name)
 
 
-def _on_host(value: Any) -> Any:
-    """Return nested containers with their tensors in host memory."""
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    if isinstance(value, dict):
-        return {key: _on_host(each) for key, each in value.items()}
-    return type(value)(map(_on_host, value)) if isinstance(value, (list, tuple)) else value
-
-
 def _of_rank(value: Any, rank: int = 0) -> Any:
     """Return one rank's value on all ranks."""
     return communicator_of(None).broadcast_object(value, "hvd_periodic.elastic", rank)
-
-
-def _has_state(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _levels(optimizer: torch.optim.Optimizer) -> list[PeriodicOptimizer]:
-    """Return an optimizer of this package and the ones nested in it; an empty list for other optimizers."""
-    return [optimizer, *_levels(optimizer.inner)] if isinstance(optimizer, PeriodicOptimizer) else []

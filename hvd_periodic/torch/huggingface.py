@@ -17,7 +17,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hvd_periodic.torch.checkpoints import load, save
 from hvd_periodic.torch.data_parallel import averaging_among, switch_off
-from hvd_periodic.torch.optimizer import PeriodicOptimizer
+from hvd_periodic.torch.gradient_averaging import innermost
+from hvd_periodic.torch.optimizer import PeriodicOptimizer, levels_of
 from hvd_periodic.torch.synchronizer import Synchronizer
 from hvd_periodic.torch.trainers import Centers, gather, unwrap
 
@@ -110,9 +111,7 @@ class PeriodicTrainerCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Make the optimizer, and resume from a checkpoint if there is one."""
         accelerated, model = of["optimizer"], of["model"]
-        local = accelerated.optimizer
-        while isinstance(local, PeriodicOptimizer):  # From an earlier train(): a Trainer keeps its optimizer.
-            local = local.inner
+        local = innermost(accelerated.optimizer)  # A Trainer keeps the optimizer of an earlier train().
         optimizer = unwrap(self._make(local, model))
         synchronizer = optimizer.synchronizer
         _check_ranks(synchronizer, "The Trainer", args.process_index, args.world_size)
@@ -246,29 +245,29 @@ def _stamp_of(folder: Path, step: int) -> list[Any]:
 
 def _check_saving(args: TrainingArguments, optimizer: PeriodicOptimizer) -> None:
     """Refuse to save if the root would wait for the other ranks, which never read the optimizer's state."""
-    level: torch.optim.Optimizer = optimizer
-    while not args.save_only_model and isinstance(level, PeriodicOptimizer):
-        exchanger = level.synchronizer.exchanger
-        if exchanger.reads_together:
-            raise ValueError(
-                "A Trainer saves the state of an optimizer on the root alone, so that its center must be on every "
-                'rank: pass center="replicated" to the optimizer; or TrainingArguments(save_only_model=True), which '
-                f'saves the center as the model, or save_strategy="no". Received: center={exchanger.placement.name!r}'
-            )
-        level = level.inner
+    apart = _center_not_everywhere(optimizer)
+    if apart is not None and not args.save_only_model:
+        raise ValueError(
+            "A Trainer saves the state of an optimizer on the root alone, so that its center must be on every "
+            'rank: pass center="replicated" to the optimizer; or TrainingArguments(save_only_model=True), which '
+            f'saves the center as the model, or save_strategy="no". Received: center={apart!r}'
+        )
 
 
 def _check_asked_late(args: TrainingArguments, optimizer: PeriodicOptimizer) -> None:
     """Refuse a checkpoint for a later callback if all ranks must read the center: only the root reads it then."""
     _check_saving(args, optimizer)
-    level: torch.optim.Optimizer = optimizer
-    while isinstance(level, PeriodicOptimizer):
-        if level.synchronizer.exchanger.reads_together:
-            raise ValueError(
-                "A callback after PeriodicTrainerCallback has requested a checkpoint, but only all ranks together can "
-                "read a center that is not on every rank: put PeriodicTrainerCallback last, trainer.add_callback(...)"
-            )
-        level = level.inner
+    if _center_not_everywhere(optimizer) is not None:
+        raise ValueError(
+            "A callback after PeriodicTrainerCallback has requested a checkpoint, but only all ranks together can "
+            "read a center that is not on every rank: put PeriodicTrainerCallback last, trainer.add_callback(...)"
+        )
+
+
+def _center_not_everywhere(optimizer: PeriodicOptimizer) -> str | None:
+    """Return the placement of a center, on any level, that only all ranks together can read; None if there is none."""
+    exchangers = [level.synchronizer.exchanger for level in levels_of(optimizer)]
+    return next((exchanger.placement.name for exchanger in exchangers if exchanger.reads_together), None)
 
 
 def _check_ranks(synchronizer: Synchronizer, who: str, rank: int, size: int) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from ignite.engine import Engine, Events
 
-from hvd_periodic.torch.reporting import Values
 from hvd_periodic.torch.trainers import Centers, gather
 
 
@@ -68,11 +67,7 @@ class PeriodicHandler:
 
     def report(self, sink: Any, every: int = 1) -> None:
         """Show one in ``every`` exchanges with a function of numbers and step, such as one of an Ignite logger."""
-
-        def show(step: int, values: Values) -> None:
-            sink({f"exchange/{name}": value for name, value in values.items()}, step)
-
-        self._centers.report(show, every)
+        self._centers.report(sink, every)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the model with the values of the center."""

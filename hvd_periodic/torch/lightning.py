@@ -19,9 +19,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.torch.center import copied
 from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.reporting import Values
-from hvd_periodic.torch.trainers import Centers, copied, gather, share_average
+from hvd_periodic.torch.trainers import Centers, gather, share_average
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -179,7 +180,7 @@ class PeriodicStrategy(ParallelStrategy):
             stamp = {"save": self.broadcast(uuid.uuid4().hex), "ranks": self.world_size}
             # A callback that averages weights has stored the average in place of the model, and the model elsewhere.
             replica = "current_model_state" if "current_model_state" in checkpoint else "state_dict"
-            own = {**checkpoint, replica: copied(self.lightning_module), _KEY: stamp}
+            own = {**checkpoint, replica: copied(self.lightning_module.state_dict()), _KEY: stamp}
             self.checkpoint_io.save_checkpoint(own, self._file_of_rank(filepath))
             self.barrier("files of ranks")
             checkpoint[_KEY] = stamp
@@ -266,11 +267,11 @@ class PeriodicCallback(Callback):
         """Find the optimizers."""
         self._centers = Centers(trainer.optimizers)
 
-        def show(step: int, values: Values) -> None:
+        def log(values: Values, step: int) -> None:
             for place in trainer.loggers:
-                place.log_metrics({f"exchange/{name}": value for name, value in values.items()}, step)
+                place.log_metrics(values, step)
 
-        self._centers.report(show, self._log_every)
+        self._centers.report(log, self._log_every)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find out whether all ranks are sure to have the same number of batches."""

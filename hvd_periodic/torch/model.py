@@ -46,10 +46,6 @@ class NamedTensors:
     def of(cls, model: Model, buffers: Buffers) -> NamedTensors:
         """Collect the tensors of a module, or of (name, parameter) pairs.
 
-        Args:
-            model: the module or the pairs.
-            buffers: the policies of the buffers; None: by their names.
-
         Raises:
             TypeError: neither a module nor pairs.
             ValueError: duplicate names, or unknown or impossible ``buffers``.
@@ -57,11 +53,11 @@ class NamedTensors:
         model = _module_behind(model) or model
         if isinstance(model, torch.nn.Module):
             for part in model.modules():
-                _refuse_unsupported(part)
+                _refuse_flattened(part)
             reshard(model.modules())
             pairs = _originals(model.named_parameters())
             for _, parameter in pairs:
-                _refuse_unsupported(parameter)
+                _refuse_flattened(parameter)
             if any(isinstance(parameter, UninitializedParameter) for _, parameter in pairs):
                 raise ValueError("The model has uninitialized lazy parameters: run one forward pass first")
             named = _originals(model.named_buffers())
@@ -78,7 +74,7 @@ class NamedTensors:
         for name, parameter in pairs:
             if not isinstance(parameter, torch.Tensor):
                 raise TypeError(f"Parameter {name!r} must be a torch.Tensor. Received: {type(parameter).__name__}")
-            _refuse_unsupported(parameter)
+            _refuse_flattened(parameter)
             if is_sharded(parameter):
                 raise TypeError(
                     f"`model`: {name!r} is a DTensor, which its module may have gathered for a forward "
@@ -127,6 +123,11 @@ def original_name(name: str) -> str:
     return name.replace(_COMPILED, "")
 
 
+def original_module_name(name: str) -> str:
+    """Return the name that a module has without ``torch.compile``."""
+    return original_name(f"{name}.")[:-1]
+
+
 def _originals(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
     return [(original_name(name), tensor) for name, tensor in pairs]
 
@@ -143,24 +144,17 @@ def _module_behind(model: Model) -> torch.nn.Module | None:
     """
     arguments = arguments_of(model) if isinstance(model, GeneratorType) else {}
     module = arguments.pop("self", None)
-    _refuse_unsupported(module)
+    _refuse_flattened(module)
     if not isinstance(model, GeneratorType) or model.gi_code is not torch.nn.Module.named_parameters.__code__:
         return None
     plain = arguments == {"prefix": "", "recurse": True, "remove_duplicate": True}
     return module if plain and isinstance(module, torch.nn.Module) else None
 
 
-_UNSUPPORTED = {
-    "FullyShardedDataParallel": "FullyShardedDataParallel flattens many parameters into one: use fully_shard() instead",
-}
-"""Error messages by class name; the torch class is recognized without being imported."""
-
-
-def _refuse_unsupported(value: object) -> None:
-    """Raise a TypeError for a module or parameter of an unsupported class."""
+def _refuse_flattened(value: object) -> None:
+    """Raise a TypeError for FullyShardedDataParallel, recognized without an import, and for its parameters."""
     kinds = [base.__name__ for base in type(value).__mro__ if base.__module__.startswith("torch.")]
-    if getattr(value, "_is_flat_param", False):
-        kinds.append("FullyShardedDataParallel")
-    for kind in kinds:
-        if kind in _UNSUPPORTED:
-            raise TypeError(f"`model`: {_UNSUPPORTED[kind]}")
+    if "FullyShardedDataParallel" in kinds or getattr(value, "_is_flat_param", False):
+        raise TypeError(
+            "`model`: FullyShardedDataParallel flattens many parameters into one: use fully_shard() instead"
+        )

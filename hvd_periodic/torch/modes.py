@@ -18,9 +18,6 @@ class Modes:
     """The modes of an optimizer whose ``train()`` continues from the evaluation point that ``eval()`` has set.
 
     The modes of other optimizers, such as those that evaluate a separate moving average, are left alone.
-
-    Args:
-        optimizer: any optimizer, or None.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:

@@ -14,13 +14,13 @@ from hvd_periodic.arguments import spelled
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.spellings import renamed
-from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
-from hvd_periodic.torch.grad_scaler import unscale
+from hvd_periodic.torch import foreach
 from hvd_periodic.torch.gradient_averaging import GradientAveraging
 from hvd_periodic.torch.inner_steps import InnerSteps
 from hvd_periodic.torch.model import Model
 from hvd_periodic.torch.neutral import eagerly, neutrally
 from hvd_periodic.torch.options import TorchOptions
+from hvd_periodic.torch.outer import CenterOptimizerLike
 from hvd_periodic.torch.state_making import make_state, makes_state_only
 from hvd_periodic.torch.synchronizer import Synchronizer
 
@@ -208,7 +208,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
                 "optimizer.synchronize(), scaler.unscale_(optimizer), and then, within optimizer.skip_synchronize(), "
                 "scaler.step(optimizer)"
             )
-        updated = unscale(self) and not stale
+        updated = _unscale(self) and not stale
         if (stale or (updated and closure is None)) and not averaging.done:
             averaging.wait()
         if updated and closure is None:
@@ -253,13 +253,9 @@ class PeriodicOptimizer(torch.optim.Optimizer):
 
     def finalize(self) -> None:
         """Leave training on every level, wrapped optimizers first; see ``synchronizer.finalize()``."""
-        self._leave_inside()
+        for level in reversed(levels_of(self.inner)):
+            level.synchronizer.leave()
         self.synchronizer.finalize()
-
-    def _leave_inside(self) -> None:
-        if isinstance(self.inner, PeriodicOptimizer):
-            self.inner._leave_inside()
-            self.inner.synchronizer.leave()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: the set of parameters is fixed at construction.
@@ -347,3 +343,39 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             return loss
 
         return evaluate
+
+
+def levels_of(optimizer: Any) -> list[PeriodicOptimizer]:
+    """Return an optimizer of this package and those nested in it, the outermost first; none for other optimizers."""
+    return [optimizer, *levels_of(optimizer.inner)] if isinstance(optimizer, PeriodicOptimizer) else []
+
+
+def synchronizer_of(optimizer: Any) -> Synchronizer:
+    """Return the synchronizer of an optimizer of this package, or the synchronizer that was passed in its place.
+
+    Raises:
+        TypeError: anything else was passed.
+    """
+    if not isinstance(optimizer, (PeriodicOptimizer, Synchronizer)):
+        raise TypeError(
+            f"`optimizer` must be an optimizer or synchronizer of hvd_periodic.torch. Received: "
+            f"{type(optimizer).__name__}"
+        )
+    return optimizer.synchronizer if isinstance(optimizer, PeriodicOptimizer) else optimizer
+
+
+def _unscale(optimizer: torch.optim.Optimizer) -> bool:
+    """Divide the gradients by the scale that a GradScaler left on the optimizer; return whether they are finite."""
+    found_inf: torch.Tensor | None = vars(optimizer).get("found_inf")
+    if found_inf is None:
+        return True
+    if bool(found_inf):
+        return False
+    scale: torch.Tensor | None = vars(optimizer).get("grad_scale")
+    if scale is not None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if any(gradient.dtype == torch.float16 for gradient in gradients):
+            raise ValueError("Attempting to unscale FP16 gradients: GradScaler is for float32 parameters")
+        with torch.no_grad():
+            foreach.multiply(gradients, 1.0 / float(scale))
+    return True

@@ -17,12 +17,7 @@ _MARK = 0.73918246
 
 
 class TorchOptimizerState:
-    """The state that a torch optimizer keeps for every exchanged parameter, in the parameter's shape.
-
-    Args:
-        optimizer: the local optimizer.
-        replica: the parameters.
-    """
+    """The state that the local optimizer keeps for every exchanged parameter, in the parameter's shape."""
 
     complete = False
 
@@ -51,11 +46,7 @@ class TorchOptimizerState:
         return self._replica.store_of(pairs)
 
     def learn_start(self) -> None:
-        """Learn the initial state from one step of a copy, with a gradient of zero.
-
-        Raises:
-            TypeError: the optimizer cannot be copied.
-        """
+        """Learn the initial state from one step of a copy, with a gradient of zero."""
         try:
             self._start = _start_of(self._optimizer)
         except Exception as error:
@@ -87,7 +78,8 @@ def _start_of(optimizer: torch.optim.Optimizer) -> dict[str, float | None]:
     probe = torch.nn.Parameter(torch.full((2, 1), _MARK))
     trial = fresh_copy(optimizer, probe)
     for group in trial.param_groups:
-        group.update({key: 0.0 for key in ("weight_decay",) if key in group})
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
     probe.grad = torch.zeros_like(probe)
     trial.step()
     kept = {key: value for key, value in trial.state.get(probe, {}).items() if isinstance(value, torch.Tensor)}

@@ -114,16 +114,15 @@ class TorchReplica(Replica[torch.Tensor]):
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
         """Mark a range for torch's profiler and, if GPUs are used, for profilers that read NVTX."""
-        with torch.profiler.record_function(name), self._nvtx(name):
+        nvtx: AbstractContextManager[object] = nullcontext()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            nvtx = torch.cuda.nvtx.range(name)
+        with torch.profiler.record_function(name), nvtx:
             yield
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a block in which the parameters hold the evaluation point of a schedule-free optimizer."""
         return self._modes.evaluating(self.tensors)
-
-    @staticmethod
-    def _nvtx(name: str) -> AbstractContextManager[object]:
-        return torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
 
     def facts(self) -> dict[str, object]:
         """Return names, shapes and dtypes."""
@@ -236,11 +235,7 @@ class TorchReplica(Replica[torch.Tensor]):
         return found
 
     def learning_rates(self) -> list[float]:
-        """Return the learning rate of every parameter, taken from its group.
-
-        Raises:
-            ValueError: the local optimizer is not known.
-        """
+        """Return the learning rate of every parameter, taken from its group."""
         if self.optimizer is None:
             raise ValueError("The algorithm needs the learning rate of local steps: pass `optimizer`")
         groups = self.optimizer.param_groups

@@ -14,7 +14,7 @@ import torch
 from hvd_periodic.checkpoints.files import write_whole
 from hvd_periodic.journal import Listener, Report
 from hvd_periodic.torch.center import center_state_dict
-from hvd_periodic.torch.optimizer import PeriodicOptimizer
+from hvd_periodic.torch.optimizer import PeriodicOptimizer, synchronizer_of
 from hvd_periodic.torch.sharded_parameters import require_whole
 from hvd_periodic.torch.synchronizer import Synchronizer
 
@@ -57,7 +57,7 @@ class Reporter(Listener):
     def __init__(
         self, optimizer: PeriodicOptimizer | Synchronizer, *places: Any, every: int = 1, distance: bool = True
     ) -> None:
-        self._synchronizer = _synchronizer_of(optimizer)
+        self._synchronizer = synchronizer_of(optimizer)
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"`every` must be an int of at least 1. Received: every={every!r}")
         self._sinks = [_sink_of(place) for place in places]
@@ -123,7 +123,7 @@ class SaveBestCenter:
     ) -> None:
         if mode not in ("max", "min"):
             raise ValueError(f"`SaveBestCenter(mode=...)` must be 'max' or 'min'. Received: mode={mode!r}")
-        self._synchronizer = _synchronizer_of(optimizer)
+        self._synchronizer = synchronizer_of(optimizer)
         require_whole(self._synchronizer.replica.sharded)
         self._path, self._model, self._sign = Path(path), model, 1.0 if mode == "max" else -1.0
         self.best: float | None = None
@@ -154,15 +154,6 @@ class SaveBestCenter:
     def load_state_dict(self, state: dict[str, float | None]) -> None:
         """Restore the best value."""
         self.best = state["best"]
-
-
-def _synchronizer_of(optimizer: Any) -> Synchronizer:
-    if not isinstance(optimizer, (PeriodicOptimizer, Synchronizer)):
-        raise TypeError(
-            f"`optimizer` must be an optimizer or synchronizer of hvd_periodic.torch. Received: "
-            f"{type(optimizer).__name__}"
-        )
-    return optimizer.synchronizer if isinstance(optimizer, PeriodicOptimizer) else optimizer
 
 
 def _sink_of(place: Any) -> Sink:

@@ -13,12 +13,7 @@ from hvd_periodic.torch.outer import TorchOuterOptimizer
 
 
 def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any]) -> Any:
-    """Return a checkpoint's state of the center optimizer, resharded for these ranks.
-
-    Args:
-        saved: the state from another number of ranks, each with its shard or with the whole.
-        synchronizer: the synchronizer of these ranks, which exchange synchronously.
-    """
+    """Return a saved state of the center optimizer, resharded for these ranks, which exchange synchronously."""
     outer = synchronizer.exchanged.outer
     if not isinstance(outer, (TorchOuterOptimizer, PerFragmentOptimizer)):
         return saved
@@ -27,11 +22,7 @@ def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any]) -> Any:
 
 
 class _StateDicts(Form):
-    """State dicts of optimizers.
-
-    Args:
-        grouping: the exchanged parameters of every parameter group that has any.
-    """
+    """State dicts of optimizers; ``grouping`` is that of :meth:`TorchOuterOptimizer.grouping`."""
 
     def __init__(self, grouping: Sequence[Sequence[int]]) -> None:
         self._grouping = grouping
@@ -66,11 +57,7 @@ class _StateDicts(Form):
 
 
 def _numbered(groups: Sequence[Any], place: list[list[Stretch | None]]) -> Iterator[tuple[int, Stretch | None]]:
-    """Yield the number of every tensor in a state dict, and its stretch, or None.
-
-    Raises:
-        ValueError: the parameter groups differ from the saved ones.
-    """
+    """Yield the number of every tensor in a state dict, and its stretch, or None."""
     if [len(group["params"]) for group in groups] != [len(stretches) for stretches in place]:
         raise ValueError(
             "The state of the center optimizer was saved with other parameter groups: start from the saved center"

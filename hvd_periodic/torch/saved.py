@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,17 @@ def translated(state: Any, groups: TensorGroups[Any], named: NamedTensors) -> An
     return state | {"vectors": vectors, "under_way": in_flight}
 
 
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return nested values in which the results of a function replace the tensors."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(change, each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(map_tensors(change, each) for each in value)
+    return value
+
+
 def _renamed(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {original_name(name): tensor for name, tensor in tensors.items()}
 
@@ -48,7 +59,7 @@ def check_moving(state: Mapping[str, Any], outer: Any) -> None:
     moving, rounds = state.get("center_optimizer"), state.get("counters", {}).get("rounds", 0)
     if not isinstance(outer, TorchOuterOptimizer) or not isinstance(moving, Mapping) or not rounds:
         return
-    if not moving.get("state", True) and outer.optimizer.keeps_state():
+    if not moving.get("state", True) and outer.keeps_state():
         raise ValueError(
             f"The state was saved after {rounds} exchanges, but lacks the state of {outer.name}, which moves the "
             "center: torch.distributed.checkpoint loads only the keys of the state_dict() that it is given. Call "
@@ -57,24 +68,18 @@ def check_moving(state: Mapping[str, Any], outer: Any) -> None:
 
 
 def with_sharded_tensors(
-    state: dict[str, Any], parameters: Mapping[str, Any], names: Sequence[str], outer: Any
+    state: dict[str, Any], sharded: Mapping[str, Any], names: Sequence[str], outer: Any
 ) -> dict[str, Any]:
     """Return a synchronizer's state in which the tensors of a sharded parameter are sharded like the parameter.
 
     This tells ``torch.distributed.checkpoint`` which ranks hold which parts. A tensor in another shape than the shard,
-    such as one n-th of the center, stays as it is.
-
-    Args:
-        state: the state of a synchronizer.
-        parameters: the sharded parameters, by name.
-        names: the names of all exchanged parameters, in order.
-        outer: the optimizer of the center.
+    such as one n-th of the center, stays as it is. ``names`` are those of all exchanged parameters, in order.
     """
-    if not parameters:
+    if not sharded:
         return state
 
     def like(name: str, value: Any) -> Any:
-        owner = parameters.get(name)
+        owner = sharded.get(name)
         fits = owner is not None and isinstance(value, torch.Tensor) and value.shape == shard_of(owner).shape
         return as_sharded(value, owner) if fits else value
 

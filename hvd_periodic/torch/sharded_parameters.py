@@ -35,11 +35,7 @@ def as_sharded(shard: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def facts_of(sharded: Mapping[str, Any]) -> dict[str, object]:
-    """Return the facts on which exchanging ranks must agree: their positions in their islands, and their shards.
-
-    Args:
-        sharded: tensors by name.
-    """
+    """Return the facts on which exchanging ranks must agree: their positions in their islands, and their shards."""
     places = sorted({str(list(tensor.device_mesh.get_coordinate())) for tensor in sharded.values()})
     if not places:
         return {}
@@ -56,12 +52,7 @@ def facts_of(sharded: Mapping[str, Any]) -> dict[str, object]:
 
 
 def check_sharded(sharded: Mapping[str, Any], exchanged: Sequence[torch.Tensor]) -> None:
-    """Raise a ValueError for parameters whose shards cannot be exchanged.
-
-    Args:
-        sharded: tensors by name.
-        exchanged: all exchanged tensors, sharded or not.
-    """
+    """Raise a ValueError for parameters whose shards cannot be exchanged; ``exchanged`` are all, sharded or not."""
     for name, tensor in sharded.items():
         if any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"{name!r} is a sum that ranks have not formed yet: {tensor.placements}. Redistribute it")
@@ -85,32 +76,8 @@ def require_whole(sharded: Mapping[str, Any]) -> None:
         )
 
 
-def check_possible(sharded: Mapping[str, Any], refused: Mapping[str, bool]) -> None:
-    """Raise a ValueError for options that are impossible with sharded parameters.
-
-    Args:
-        sharded: tensors by name.
-        refused: whether the user has asked for each such option, by readable name.
-    """
-    asked = [what for what, here in refused.items() if here]
-    if sharded and asked:
-        raise ValueError(
-            f"The parameters are sharded (DTensors, such as {next(iter(sharded))!r}), so that all ranks must exchange "
-            f"at the same steps and in the same way. This rules out {asked[0]}"
-        )
-
-
 def reshard(modules: Iterable[Any]) -> None:
     """Reshard modules of ``fully_shard()``, and free the parameters that a forward pass has gathered."""
     for module in modules:
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             module.reshard()
-
-
-def shards_in(state: Any) -> Any:
-    """Return nested values in which shards replace the sharded tensors."""
-    if isinstance(state, Mapping):
-        return {key: shards_in(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
-        return type(state)(shards_in(value) for value in state)
-    return shard_of(state) if is_sharded(state) else state

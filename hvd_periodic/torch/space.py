@@ -81,11 +81,7 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
     def add_difference(
         self, a: float, x: list[torch.Tensor], y: list[torch.Tensor], g: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Add ``a (x - y)`` to ``g``; for large tensors block by block, without memory for the whole difference.
-
-        Raises:
-            TypeError: a tensor of ``g`` is sparse.
-        """
+        """Add ``a (x - y)`` to ``g``; for large tensors block by block, without memory for the whole difference."""
         if any(tensor.is_sparse for tensor in g):
             raise TypeError(
                 "A dense term cannot be added to a sparse gradient: with rho > 0 all gradients must be dense "

@@ -67,12 +67,7 @@ class TensorStore(PackedStore[torch.Tensor]):
 
 
 class OffloadedStore(FlatStore[torch.Tensor]):
-    """Vectors in host memory, initially zero and pinned for CUDA, that the device of their kind computes with.
-
-    Args:
-        layout: the tensors, arenas and buckets.
-        kinds: dtype and device of every kind.
-    """
+    """Vectors in host memory, initially zero and pinned for CUDA, that the device of their kind computes with."""
 
     offloaded = True
 
@@ -96,11 +91,7 @@ class OffloadedStore(FlatStore[torch.Tensor]):
 
 
 def as_center_device(device: torch.device | str | None) -> torch.device | None:
-    """Return the device where centers are kept; None: the device of the parameters.
-
-    Raises:
-        ValueError: neither None nor the host.
-    """
+    """Return the device where centers are kept: the host; or None, for the device of the parameters."""
     if device is None:
         return None
     if str(device) != "cpu":

@@ -27,7 +27,6 @@ from hvd_periodic.sync.finite import SKIP
 from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.sync.warmup import schedule_around
-from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.data_parallel import island_of, refuse_averaging, remember_wrappers
 from hvd_periodic.torch.gradient_averaging import gradient_group_of
@@ -35,11 +34,11 @@ from hvd_periodic.torch.model import Model, NamedTensors
 from hvd_periodic.torch.neutral import eagerly, neutral, neutrally
 from hvd_periodic.torch.optimizer_state import TorchOptimizerState
 from hvd_periodic.torch.options import TorchOptions
-from hvd_periodic.torch.outer import TorchOuterOptimizer
+from hvd_periodic.torch.outer import CenterOptimizerLike, TorchOuterOptimizer
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.torch.resharding import resharded
-from hvd_periodic.torch.saved import check_moving, translated, with_sharded_tensors
-from hvd_periodic.torch.sharded_parameters import check_possible, shards_in
+from hvd_periodic.torch.saved import check_moving, map_tensors, translated, with_sharded_tensors
+from hvd_periodic.torch.sharded_parameters import shard_of
 from hvd_periodic.torch.state_making import makes_state_only
 
 P = ParamSpec("P")
@@ -114,13 +113,15 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     ) -> None:
         communicator = communicator_of(options["process_set"])
         self._alone = communicator.elastic
-        limit = options["timeout_seconds"]
-        name = f"{communicator.handshake_name}.alone" if self._alone else communicator.unique_name(limit)
-
+        if self._alone:
+            name = f"{communicator.handshake_name}.alone"
+        else:
+            name = communicator.unique_name(options["timeout_seconds"])
         remember_wrappers()
 
         def build() -> None:
-            _check_optimizer(optimizer)
+            if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+                raise TypeError(f"`optimizer` must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}")
             _check_levels(optimizer, options["overlap"])
             placement_of(options["center"])
             planned = as_schedule(period, as_typed("period"))
@@ -134,18 +135,15 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             require_possible(communicator, options["center"], options["nonfinite"], asynchronous, options["overlap"])
             moving = made.outer_optimizer(optimizer, outer_optimizer)
-            root = communicator.rank_of(options["root_rank"])
-            super(Synchronizer, self).__init__(
+            self._assemble(
                 replica,
-                made,
-                schedule_around(self.gradient_group, communicator, planned, asynchronous),
-                communicator,
-                root,
-                name,
+                moving,
+                algorithm=made,
+                communicator=communicator,
+                root=communicator.rank_of(options["root_rank"]),
+                schedule=schedule_around(self.gradient_group, communicator, planned, asynchronous),
+                name=name,
                 asynchronous=asynchronous,
-                outer=None if moving is None else TorchOuterOptimizer(moving, optimizer, replica.tensors),
-                rates=LearningRates(replica.learning_rates),
-                local_optimizer=None if optimizer is None else TorchOptimizerState(optimizer, replica),
                 **of_exchange(options),
             )
 
@@ -153,11 +151,22 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             build()
         else:
             build_on_all(communicator, name, build)
-        self.learning_rate = _first_rate(optimizer)
         if not self._alone:
             self.average_within(self.averaging)
             self.start()
         _watch(self)
+
+    def _assemble(self, replica: TorchReplica, moving: CenterOptimizerLike | None, **arguments: Any) -> None:
+        """Initialize the base class for a torch replica, of which ``moving`` moves the center."""
+        optimizer = replica.optimizer
+        super().__init__(
+            replica,
+            outer=None if moving is None else TorchOuterOptimizer(moving, optimizer, replica.tensors),
+            rates=LearningRates(replica.learning_rates),
+            local_optimizer=None if optimizer is None else TorchOptimizerState(optimizer, replica),
+            **arguments,
+        )
+        self.learning_rate = None if optimizer is None else lambda: optimizer.param_groups[0].get("lr")
 
     def begin(self, call_point: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
         """Begin training unless it has begun, as in the base class."""
@@ -197,7 +206,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         _, moving, arguments = self._constructed()
         communicator = self.membership.communicator.rebuild(communicator_of(None))
         changed = {"communicator": communicator, "name": name, "journal": self.journal}
-        _assemble(self, self.replica, moving, arguments | changed)
+        self._assemble(self.replica, moving, **arguments | changed)
         self._alone = False
         if loaded is not None:
             self.load_state_dict({**loaded, "center_optimizer": resharded(loaded["center_optimizer"], self)})
@@ -232,13 +241,13 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Check a state as in the base class, also the state of an outer optimizer of sharded parameters."""
-        super().check_state_dict(translated(shards_in(state), self.tensor_groups, self.replica.named))
+        super().check_state_dict(translated(map_tensors(shard_of, state), self.tensor_groups, self.replica.named))
         if self.replica.sharded:
             check_moving(state, self.exchanged.outer)
 
     def load_checked(self, state: dict[str, Any]) -> None:
         """Restore a state that ``check_state_dict()`` has accepted."""
-        super().load_checked(translated(shards_in(state), self.tensor_groups, self.replica.named))
+        super().load_checked(translated(map_tensors(shard_of, state), self.tensor_groups, self.replica.named))
         self.replica.uncounted = None
 
     @contextmanager
@@ -268,10 +277,10 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """Return the arguments of ``_restore``."""
         if self.exchanger.worker is not None:
             raise TypeError("An asynchronous synchronizer cannot be copied or pickled: save its state_dict()")
-        if self.gradient_group is None and self.averaging is not None:
-            raise TypeError("A DistributedDataParallel's optimizer cannot be copied or pickled: save its state_dict()")
         if self.gradient_group is not None:
             raise TypeError("An hvd.DistributedOptimizer cannot be copied or pickled: save its state_dict()")
+        if self.averaging is not None:
+            raise TypeError("A DistributedDataParallel's optimizer cannot be copied or pickled: save its state_dict()")
         replica, membership = self.replica, self.membership
         of_rank = (replica.named, replica.optimizer, replica.bucket_bytes, replica.center_device)
         arguments = {
@@ -307,9 +316,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.load_state_dict(state)
-        self.checkpoint.loaded = (
-            self.local_steps > 0
-        )  # A copy made before training waits for weights, like the original.
+        # A copy made before training waits for weights, like the original.
+        self.checkpoint.loaded = self.local_steps > 0
 
 
 def _check_replica(
@@ -333,7 +341,12 @@ def _check_replica(
         "gradients that something else averages": averaging is not None,
         "elastic Horovod": communicator.elastic,
     }
-    check_possible(replica.sharded, refused)
+    asked = [what for what, here in refused.items() if here]
+    if replica.sharded and asked:
+        raise ValueError(
+            f"The parameters are sharded (DTensors, such as {next(iter(replica.sharded))!r}), so that all ranks must "
+            f"exchange at the same steps and in the same way. This rules out {asked[0]}"
+        )
 
 
 def _check_levels(inner: Any, overlap: int | str) -> None:
@@ -390,36 +403,10 @@ def _order(synchronizer: Synchronizer) -> tuple[str, int]:
     return synchronizer.membership.communicator.handshake_name, synchronizer.membership.number
 
 
-def _first_rate(optimizer: torch.optim.Optimizer | None) -> Callable[[], Any] | None:
-    """Return a function that reads the learning rate of the first parameter group."""
-    return None if optimizer is None else lambda: optimizer.param_groups[0].get("lr")
-
-
-def _check_optimizer(optimizer: object) -> None:
-    """Raise a TypeError unless this is None or a torch optimizer."""
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"`optimizer` must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}")
-
-
 @neutrally
-def _restore(of_rank: tuple[Any, ...], moving: torch.optim.Optimizer | None, arguments: dict[str, Any]) -> Synchronizer:
+def _restore(of_rank: tuple[Any, ...], moving: CenterOptimizerLike | None, arguments: dict[str, Any]) -> Synchronizer:
     """Construct without communicating: one rank may unpickle alone."""
     restored = Synchronizer.__new__(Synchronizer)
-    _assemble(restored, TorchReplica(*of_rank), moving, arguments)
+    restored._assemble(TorchReplica(*of_rank), moving, **arguments)
     _watch(restored)
     return restored
-
-
-def _assemble(
-    synchronizer: Synchronizer, replica: TorchReplica, moving: torch.optim.Optimizer | None, arguments: dict[str, Any]
-) -> None:
-    """Initialize the base class of a synchronizer for a torch replica."""
-    ReplicaSynchronizer.__init__(
-        synchronizer,
-        replica,
-        outer=None if moving is None else TorchOuterOptimizer(moving, replica.optimizer, replica.tensors),
-        rates=LearningRates(replica.learning_rates),
-        local_optimizer=None if replica.optimizer is None else TorchOptimizerState(replica.optimizer, replica),
-        **arguments,
-    )
-    synchronizer.learning_rate = _first_rate(replica.optimizer)

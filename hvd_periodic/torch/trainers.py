@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.handshake import Purpose, Record
+from hvd_periodic.torch.center import copied
 from hvd_periodic.torch.neutral import neutral
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.reporting import Reporter, Values
@@ -85,7 +85,7 @@ class Centers:
     def state_of(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return a copy of ``model.state_dict()`` with the values of the centers, under the same names."""
         with self._entered():
-            return copied(model)
+            return copied(model.state_dict())
 
     def _entered(self) -> ExitStack:
         """Return a block, already entered, in which the model holds the centers: all of them, or none."""
@@ -104,10 +104,14 @@ class Centers:
         """Put the centers into the model permanently."""
         model.load_state_dict(self.state_of(model))
 
-    def report(self, sink: Callable[[int, Values], object], every: int) -> None:
-        """Show one in ``every`` exchanges of the first optimizer with a :class:`Reporter`; 0: none."""
+    def report(self, sink: Callable[[Values, int], object], every: int) -> None:
+        """Show one in ``every`` exchanges of the first optimizer as ``exchange/...``, with the step; 0: none."""
+
+        def show(step: int, values: Values) -> None:
+            sink({f"exchange/{name}": value for name, value in values.items()}, step)
+
         if every:
-            Reporter(self.synchronizers[0], sink, every=every)
+            Reporter(self.synchronizers[0], show, every=every)
 
 
 def gather(communicator: Communicator, value: Any, failure: Exception | None = None, place: int = 0) -> list[Any]:
@@ -151,12 +155,3 @@ def share_average(communicator: Communicator, average: torch.nn.Module, updates:
             else:
                 found = communicator.broadcast(own, name, root=0)
             real.copy_(found.view_as(real))
-
-
-def copied(model: torch.nn.Module) -> dict[str, Any]:
-    """Return a copy of ``model.state_dict()``."""
-    state = model.state_dict()
-    return {
-        name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-        for name, value in state.items()
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,9 +49,17 @@ def cut_into_fragments(layout: Layout, count: int, whole: bool = False) -> tuple
     """
     if count == 1:
         return layout, [Fragment(0, layout.buckets)]
-    starts, total = _starts(layout)
-    tensors = {_place(starts, *layout.span(i)[:2], layout.specs[i].itemsize) for i in range(len(layout.specs))}
-    buckets = {_place(starts, bucket.kind, bucket.start, bucket.itemsize) for bucket in layout.buckets if not whole}
+    starts: dict[str, int] = {}  # The arenas, in bytes, as if they lay one after another.
+    total = 0
+    for kind, size in layout.arenas.items():
+        starts[kind] = total
+        total += size * layout.itemsizes[kind]
+
+    def place(kind: str, element: int) -> int:
+        return starts[kind] + element * layout.itemsizes[kind]
+
+    tensors = {place(*layout.span(i)[:2]) for i in range(len(layout.specs))}
+    buckets = {place(bucket.kind, bucket.start) for bucket in layout.buckets if not whole}
     choices = [_nearest(sorted(places - {0, total}), total, count) for places in (tensors, tensors | buckets)]
     possible = [cuts for cuts in choices if cuts is not None]
     if not possible:
@@ -64,18 +73,16 @@ def cut_into_fragments(layout: Layout, count: int, whole: bool = False) -> tuple
     cut = layout.cut_at(
         {
             kind: [
-                (place - start) // _itemsize(layout, kind)
-                for place in cuts
-                if start < place < start + layout.arenas[kind] * _itemsize(layout, kind)
+                (each - start) // layout.itemsizes[kind]
+                for each in cuts
+                if start < each < place(kind, layout.arenas[kind])
             ]
             for kind, start in starts.items()
         }
     )
-    ends = [*cuts, total]
-    fragments: list[list[Bucket]] = [[] for _ in ends]
+    fragments: list[list[Bucket]] = [[] for _ in range(count)]
     for bucket in cut.buckets:
-        place = _place(starts, bucket.kind, bucket.start, bucket.itemsize)
-        fragments[next(i for i, end in enumerate(ends) if place < end)].append(bucket)
+        fragments[bisect(cuts, place(bucket.kind, bucket.start))].append(bucket)
     cut.ends = frozenset(buckets[-1].index for buckets in fragments)
     return cut, [Fragment(index, tuple(buckets)) for index, buckets in enumerate(fragments)]
 
@@ -92,20 +99,3 @@ def _nearest(places: Sequence[int], total: int, count: int) -> list[int] | None:
         cuts.append(places[chosen])
         first = chosen + 1
     return cuts
-
-
-def _starts(layout: Layout) -> tuple[dict[str, int], int]:
-    """Return the start of every arena if all lie one after another, and the end of the last one, in bytes."""
-    starts, end = {}, 0
-    for kind, size in layout.arenas.items():
-        starts[kind] = end
-        end += size * _itemsize(layout, kind)
-    return starts, end
-
-
-def _itemsize(layout: Layout, kind: str) -> int:
-    return next(spec.itemsize for spec in layout.specs if spec.kind == kind)
-
-
-def _place(starts: dict[str, int], kind: str, element: int, itemsize: int) -> int:
-    return starts[kind] + element * itemsize

@@ -11,7 +11,7 @@ span several buckets, and a bucket may hold several tensors: a *piece* is the in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -101,6 +101,7 @@ class Layout:
 
     Attributes:
         arenas: elements per arena, by kind, in order of first appearance.
+        itemsizes: bytes per element, by kind.
         offsets: the first element of every tensor in its arena.
         buckets: all buckets, arena by arena, without gaps or overlap.
         sources: per tensor, the tensor of the layout that this layout restricts, and the first and past-the-last
@@ -126,24 +127,24 @@ class Layout:
         self.specs = tuple(specs)
         self.arenas: dict[str, int] = {}
         self.offsets: list[int] = []
-        itemsizes: dict[str, int] = {}
+        self.itemsizes: dict[str, int] = {}
         for spec in self.specs:
             offset = self.arenas.setdefault(spec.kind, 0)
             self.offsets.append(offset)
             self.arenas[spec.kind] = offset + spec.size
-            if itemsizes.setdefault(spec.kind, spec.itemsize) != spec.itemsize:
+            if self.itemsizes.setdefault(spec.kind, spec.itemsize) != spec.itemsize:
                 raise ValueError(
                     f"Tensors of one kind must have one itemsize. Received: {spec.name!r} of kind {spec.kind!r} with "
-                    f"{spec.itemsize} bytes after {itemsizes[spec.kind]}"
+                    f"{spec.itemsize} bytes after {self.itemsizes[spec.kind]}"
                 )
         cuts: dict[str, list[int]] = {}
         for kind, total in self.arenas.items():
-            elements = min(max(1, bucket_bytes // itemsizes[kind]), MAX_BUCKET_ELEMENTS)
+            elements = min(max(1, bucket_bytes // self.itemsizes[kind]), MAX_BUCKET_ELEMENTS)
             cuts[kind] = [min(elements, total - start) for start in range(0, total, elements)]
         self.sources = tuple((index, 0, spec.size) for index, spec in enumerate(self.specs))
         self.cut = ""
         self.ends: frozenset[int] = frozenset()
-        self.buckets = self._cut((kind, itemsizes[kind], sizes) for kind, sizes in cuts.items())
+        self.buckets = self._cut(cuts)
 
     def restrict(self, owned: Callable[[Bucket], tuple[int, int]]) -> Layout:
         """Return the layout of elements ``[start, stop) = owned(bucket)`` of every bucket, counted within the bucket.
@@ -159,7 +160,6 @@ class Layout:
         """
         ranges: list[tuple[int, int, int]] = []
         cuts: dict[str, list[int]] = {kind: [] for kind in self.arenas}
-        itemsizes = {bucket.kind: bucket.itemsize for bucket in self.buckets}
         for bucket in self.buckets:
             first, last = owned(bucket)
             cuts[bucket.kind].append(last - first)
@@ -170,31 +170,28 @@ class Layout:
                     ranges.append((piece.tensor, piece.start, piece.stop))
         part = Layout([self._range_spec(*each) for each in ranges])
         part.arenas = {kind: sum(sizes) for kind, sizes in cuts.items()}
+        part.itemsizes = self.itemsizes
         part.sources = tuple(ranges)
         part.cut = "center='sharded'"
         part.ends = self.ends
-        part.buckets = part._cut((kind, itemsizes[kind], sizes) for kind, sizes in cuts.items())
+        part.buckets = part._cut(cuts)
         return part
 
     def cut_at(self, places: Mapping[str, Sequence[int]]) -> Layout:
-        """Return the same layout with more buckets: a bucket that holds one of these elements ends before it.
-
-        Args:
-            places: the elements, by arena.
+        """Return the same layout with more buckets: one that holds one of these elements, by arena, ends before it.
 
         Example:
             >>> layout = Layout([TensorSpec("w", (3,), "f4", 4), TensorSpec("b", (), "f4", 4)])
             >>> [(bucket.start, bucket.stop) for bucket in layout.cut_at({"f4": [3]}).buckets]
             [(0, 3), (3, 4)]
         """
-        itemsizes = {spec.kind: spec.itemsize for spec in self.specs}
         cuts = {}
         for kind, total in self.arenas.items():
             starts = {bucket.start for bucket in self.buckets if bucket.kind == kind}
             ends = sorted({*starts, *places.get(kind, ()), total} - {0})
             cuts[kind] = [end - start for start, end in pairwise([0, *ends])]
         cut = copy(self)
-        cut.buckets = cut._cut((kind, itemsizes[kind], sizes) for kind, sizes in cuts.items())
+        cut.buckets = cut._cut(cuts)
         return cut
 
     def span(self, tensor: int) -> tuple[str, int, int]:
@@ -202,13 +199,13 @@ class Layout:
         offset = self.offsets[tensor]
         return self.specs[tensor].kind, offset, offset + self.specs[tensor].size
 
-    def _cut(self, arenas: Iterable[tuple[str, int, Sequence[int]]]) -> tuple[Bucket, ...]:
-        """Return buckets of the given sizes, for each (kind, itemsize, sizes)."""
+    def _cut(self, sizes: Mapping[str, Sequence[int]]) -> tuple[Bucket, ...]:
+        """Return buckets of the given sizes, by kind."""
         buckets: list[Bucket] = []
-        for kind, itemsize, sizes in arenas:
+        for kind, of_kind in sizes.items():
             members = [i for i, spec in enumerate(self.specs) if spec.kind == kind and spec.size]
             first = start = 0
-            for size in sizes:
+            for size in of_kind:
                 stop = start + size
                 pieces = []
                 while first < len(members) and self.offsets[members[first]] < stop:
@@ -219,7 +216,7 @@ class Layout:
                     if begin + length > stop:
                         break
                     first += 1
-                buckets.append(Bucket(len(buckets), kind, start, stop, itemsize, tuple(pieces)))
+                buckets.append(Bucket(len(buckets), kind, start, stop, self.itemsizes[kind], tuple(pieces)))
                 start = stop
         return tuple(buckets)
 

@@ -271,7 +271,7 @@ def test_a_save_copies_what_a_thread_writes_and_nothing_else(
 
     monkeypatch.setattr(Tensors, "to_array", to_array)
     hvdp.save(tmp_path, model, optimizer, background=background).wait()
-    moments = optimizer.synchronizer.exchanged.center_optimizer.optimizer.optimizer.state.values()
+    moments = optimizer.synchronizer.exchanged.center_optimizer.optimizer.state.values()
     assert {center.data_ptr(), *(state["exp_avg"].data_ptr() for state in moments)} <= {where for where, _ in seen}
     assert {copy for _, copy in seen} == {background}
     assert optimizer.state_dict()["hvd_periodic"]["vectors"]["parameters"]["center"]["weight"] is not center

@@ -14,7 +14,9 @@ torch = pytest.importorskip("torch")
 import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator, run  # noqa: E402
-from hvd_periodic.torch.center_optimizer import CenterOptimizer  # noqa: E402
+from hvd_periodic.torch.outer import TorchOuterOptimizer  # noqa: E402
+from hvd_periodic.vectors.layout import Layout, TensorSpec  # noqa: E402
+from hvd_periodic.vectors.store import FlatStore  # noqa: E402
 from tests.counting import CountsInGroup  # noqa: E402
 
 PERIOD = 2
@@ -157,18 +159,23 @@ def test_what_is_counted_in_an_attribute_cannot_be_shared() -> None:
 def test_processes_that_step_in_turn_share_the_counter(kind: Any) -> None:
     """Two of them move one center as one process would that took all steps."""
 
-    def bound(x: Any, g: Any) -> CenterOptimizer:
-        parameter = torch.nn.Parameter(torch.zeros(3))
-        return CenterOptimizer(kind([parameter]), None, [parameter], [x], [g])
+    layout = Layout([TensorSpec("w", (3,), "float32", 4)])
 
-    x, g, alone_x, alone_g = (torch.zeros(3) for _ in range(4))
-    workers, alone = [bound(x, g) for _ in range(2)], bound(alone_x, alone_g)
-    shapes = [worker.shapes() for worker in workers]
+    def made() -> TorchOuterOptimizer:
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        return TorchOuterOptimizer(kind([parameter]), None, [parameter])
+
+    workers, alone = [made() for _ in range(2)], made()
+    shapes = [worker.shapes(layout) for worker in workers]
     assert shapes[0] == shapes[1]
+    x, g, alone_x, alone_g = (np.zeros(3, "float32") for _ in range(4))
+    for worker, of_center, of_gradient in [(workers[0], x, g), (workers[1], x, g), (alone, alone_x, alone_g)]:
+        stores = [FlatStore(layout, lambda kind, size, array=array: array) for array in (of_center, of_gradient)]
+        worker.bind_host(*stores, layout)
     arrays = [np.zeros(shape, dtype) for shape, dtype in shapes[0]]
     for turn, worker in enumerate([workers[0], workers[1], workers[1], workers[0]]):
         for gradient in (g, alone_g):
-            gradient.copy_(torch.tensor([1.0, -2.0, 3.0]) * (turn + 1))
+            gradient[:] = np.array([1.0, -2.0, 3.0]) * (turn + 1)
         if turn == 0:
             worker.reset()
         else:
@@ -177,7 +184,7 @@ def test_processes_that_step_in_turn_share_the_counter(kind: Any) -> None:
         worker.push(arrays)
         alone.step()
         assert x.tolist() == alone_x.tolist()
-    assert workers[0].state_dict()["param_groups"] == alone.state_dict()["param_groups"]
+    assert workers[0].state()["param_groups"] == alone.state()["param_groups"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
