@@ -9,7 +9,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -37,8 +37,8 @@ _LARGEST = 2**63
 """Integers from here on are written in hexadecimal, because Python limits the digits of decimal integers."""
 
 
-class Leaves(Protocol):
-    """Converts the values that a framework has instead of arrays."""
+class Leaves:
+    """Converts the values that a framework has instead of arrays; this one knows none, as for numpy alone."""
 
     def to_array(self, value: Any, copy: bool) -> tuple[np.ndarray, str] | None:
         """Return a tensor as an array that numpy can write, and the name of its kind; None for anything else.
@@ -47,34 +47,22 @@ class Leaves(Protocol):
             value: a value that may be a tensor.
             copy: the array must not share memory with the tensor.
         """
-
-    def from_array(self, array: np.ndarray, kind: str) -> Any:
-        """Return the value that was passed to :meth:`to_array`."""
-
-    def to_name(self, value: Any) -> str | None:
-        """Return the name of a constant of the framework, such as a dtype; None for anything else."""
-
-    def from_name(self, name: str) -> Any:
-        """Return the value that was passed to :meth:`to_name`."""
-
-
-class Arrays:
-    """Handles numpy's own arrays and scalars only."""
-
-    def to_array(self, value: Any, copy: bool) -> tuple[np.ndarray, str] | None:
-        """Return None."""
         return None
 
     def from_array(self, array: np.ndarray, kind: str) -> Any:
-        """Raise a ValueError: a framework has written the array."""
+        """Return the value that was passed to :meth:`to_array`.
+
+        Raises:
+            ValueError: a framework that is not this one has written the array.
+        """
         raise ValueError(f"it holds a {kind}")
 
     def to_name(self, value: Any) -> str | None:
-        """Return None."""
+        """Return the name of a constant of the framework, such as a dtype; None for anything else."""
         return None
 
     def from_name(self, name: str) -> Any:
-        """Raise a ValueError: a framework has written the name."""
+        """Return the value that was passed to :meth:`to_name`; raise as :meth:`from_array`."""
         raise ValueError(f"it holds {name!r} of a framework")
 
 
@@ -139,7 +127,7 @@ def encode(tree: Any, leaves: Leaves | None = None, *, copy: bool = False) -> Co
         {'epoch': 3, 7: (1.5, inf), 'w': array([0., 0.])}
     """
     content = Content(None)
-    return replace(content, tree=_Encoder(leaves or Arrays(), copy, content).encode(tree, ()))
+    return replace(content, tree=_Encoder(leaves or Leaves(), copy, content).encode(tree, ()))
 
 
 def decode(content: Content, leaves: Leaves | None = None) -> Any:
@@ -148,7 +136,7 @@ def decode(content: Content, leaves: Leaves | None = None) -> Any:
     Raises:
         ValueError: the content is invalid.
     """
-    return _decode(content.tree, content.arrays, leaves or Arrays())
+    return _decode(content.tree, content.arrays, leaves or Leaves())
 
 
 class _Encoder:

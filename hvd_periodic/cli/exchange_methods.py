@@ -62,15 +62,7 @@ def every_method(
 
 @dataclass(frozen=True)
 class Row:
-    """An exchange method at a period.
-
-    Attributes:
-        exchange: name of the exchange method.
-        period: period in local steps.
-        sent: bytes that a rank sends per step.
-        share: share of time spent in exchanges.
-        rate: steps per second.
-    """
+    """An exchange method, by its name, at a period: bytes sent per step and rank, share of the time, steps/s."""
 
     exchange: str
     period: int

@@ -117,6 +117,10 @@ def write_json(value: Any) -> None:
     print(json.dumps(_finite(value), indent=1))
 
 
+def nothing(done: int, now: str = "") -> None:
+    """Advance no progress bar."""
+
+
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Advance]:
     """Show a progress bar on a terminal; yield the function that advances it and describes the current work."""
@@ -124,7 +128,7 @@ def progress(what: str, total: int) -> Iterator[Advance]:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
-        yield _nothing
+        yield nothing
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
@@ -135,10 +139,6 @@ def progress(what: str, total: int) -> Iterator[Advance]:
             bar.update(task, advance=done, description=now or None)
 
         yield advance
-
-
-def _nothing(done: int, now: str = "") -> None:
-    return None
 
 
 def _finite(value: Any) -> Any:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from hvd_periodic.logs import logger
 from hvd_periodic.spellings import RenamedAttribute
-
-logger = logging.getLogger("hvd_periodic")
 
 Facts = Mapping[str, object]
 """Description of the training, by readable name: numbers, strings, lists of these, None."""
