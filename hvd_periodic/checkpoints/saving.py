@@ -28,12 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """The outcome of some work on this rank, which all ranks must know.
-
-    Attributes:
-        done: the result, if the work succeeded.
-        failure: the error, if it failed.
-    """
+    """The outcome of some work on this rank, which all ranks must know: its result, or the error."""
 
     done: T | None
     failure: Exception | None

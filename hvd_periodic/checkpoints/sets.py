@@ -76,13 +76,7 @@ class Manifest:
 
 @dataclass(frozen=True, order=True)
 class SavedSet:
-    """The folder of a set.
-
-    Attributes:
-        number: number of the save.
-        step: local steps of the root.
-        folder: folder of its files.
-    """
+    """The folder of a set, with the number of its save and the local steps of the root."""
 
     number: int
     step: int

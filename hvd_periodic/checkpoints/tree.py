@@ -8,7 +8,7 @@ import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -126,8 +126,8 @@ def encode(tree: Any, leaves: Leaves | None = None, *, copy: bool = False) -> Co
         >>> decode(content)
         {'epoch': 3, 7: (1.5, inf), 'w': array([0., 0.])}
     """
-    content = Content(None)
-    return replace(content, tree=_Encoder(leaves or Leaves(), copy, content).encode(tree, ()))
+    encoder = _Encoder(leaves or Leaves(), copy)
+    return Content(encoder.encode(tree, ()), encoder.arrays, encoder.deferred)
 
 
 def decode(content: Content, leaves: Leaves | None = None) -> Any:
@@ -140,9 +140,10 @@ def decode(content: Content, leaves: Leaves | None = None) -> Any:
 
 
 class _Encoder:
-    def __init__(self, leaves: Leaves, copy: bool, content: Content) -> None:
+    def __init__(self, leaves: Leaves, copy: bool) -> None:
         self._leaves, self._copy = leaves, copy
-        self._arrays, self._deferred = content.arrays, content.deferred
+        self.arrays: dict[str, np.ndarray] = {}
+        self.deferred: dict[str, Deferred] = {}
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
         """Return a value as JSON."""
@@ -182,20 +183,20 @@ class _Encoder:
             )
         array, kind = found
         name = self._name("/".join(map(str, path)))
-        self._arrays[name] = array
+        self.arrays[name] = array
         strides = strides_of(array)
         return {"array": [name, kind] if strides is None else [name, kind, strides]}
 
     def _encode_deferred(self, value: Deferred, path: tuple[Any, ...]) -> Any:
         found, name = self._leaves.to_array(value.like, copy=False), self._name("/".join(map(str, path)))
         like, kind = (value.like, "") if found is None else found
-        value.dtype, self._deferred[name] = like.dtype, value
+        value.dtype, self.deferred[name] = like.dtype, value
         return {"array": [name, kind]}
 
     def _name(self, wanted: str) -> str:
         """Return a name that no other array has: different keys may have the same text."""
         names = (wanted if i == 1 else f"{wanted}#{i}" for i in itertools.count(1))
-        return next(name for name in names if name not in self._arrays and name not in self._deferred and name != TREE)
+        return next(name for name in names if name not in self.arrays and name not in self.deferred and name != TREE)
 
 
 def _decode(node: Any, arrays: Mapping[str, np.ndarray], leaves: Leaves) -> Any:

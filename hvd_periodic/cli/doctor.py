@@ -58,12 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class CheckRunner:
-    """Runs checks, one after another.
-
-    Args:
-        environment: environment variables of the processes that are started.
-        seconds: time limit of each process.
-    """
+    """Runs checks, one after another, in processes with these environment variables and this time limit."""
 
     def __init__(self, environment: Mapping[str, str], seconds: float) -> None:
         self._environment, self._seconds = environment, seconds

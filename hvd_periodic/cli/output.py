@@ -67,14 +67,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 
 def item(head: str, style: str, text: str, command: str = "") -> None:
-    """Print a paragraph with a colored head, and below it a command on one line.
-
-    Args:
-        head: a word.
-        style: style of the head, on a terminal.
-        text: the paragraph.
-        command: a command for users to copy.
-    """
+    """Print a paragraph with a head of some style, and below it, on one line, a command for users to copy."""
     seen = terminal(sys.stdout)
     width = min(shutil.get_terminal_size().columns, 100) if seen else 120
     indent = " " * 9

@@ -31,12 +31,7 @@ _GRACE = 5.0
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """Result of a program.
-
-    Attributes:
-        code: exit code; None: the program ran out of time.
-        output: text that it printed.
-    """
+    """Exit code of a program, None if it ran out of time, and the text that it printed."""
 
     code: int | None
     output: str

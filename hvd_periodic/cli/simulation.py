@@ -118,14 +118,7 @@ class _Descent(SGD):
 
 
 def simulate(problem: Problem, setting: Setting, training: Training, tick: Callable[[int], None]) -> Outcome:
-    """Train on simulated workers.
-
-    Args:
-        problem: the problem to train on.
-        setting: algorithm, period and learning rate.
-        training: number of workers and steps, and the other shared arguments.
-        tick: called with the number of local steps since its last call.
-    """
+    """Train on simulated workers; call ``tick`` with the number of local steps since its last call."""
     marks = _marks(training)
     notes: list[list[Point]] = [[] for _ in range(training.workers)]
 
