@@ -10,11 +10,10 @@ from typing import Any
 
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Algorithm, Averaging, DiLoCo, SlowMo
 from hvd_periodic.comm import Communicator, LocalCommunicator
-from hvd_periodic.journal import Listener, Report, Total
+from hvd_periodic.journal import Counters, Listener, Report, Total
 from hvd_periodic.journal.files import read_run_log
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.spellings import warn_old
-from hvd_periodic.sync.status import Counters
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.version import __version__
 from hvd_periodic.wires import Compression, Wire

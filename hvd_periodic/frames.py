@@ -10,7 +10,8 @@ import sysconfig
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, GeneratorType
+from traceback import walk_stack
+from types import GeneratorType
 from typing import Any
 
 _PACKAGE = str(Path(__file__).parent)
@@ -23,7 +24,7 @@ def running_methods() -> Iterator[tuple[object, str, str]]:
     Tests: ``test_keras_fit_end.py::test_the_best_center_is_restored``,
     ``test_torch_steps.py::test_methods_that_step_past_the_wrapper_are_named``.
     """
-    for frame in _callers():
+    for frame, _ in walk_stack(sys._getframe()):
         yield frame.f_locals.get("self"), frame.f_code.co_name, frame.f_globals.get("__name__", "")
 
 
@@ -33,7 +34,7 @@ def calling_module(between: tuple[str, ...]) -> str:
     Libraries step an optimizer to make it create its state, and a hook cannot tell such a step from others.
     Tests: ``test_torch_steps.py::test_steps_that_make_state_are_no_steps``; for Horovod, ``test_habits.py``.
     """
-    names = (frame.f_globals.get("__name__", "") for frame in _callers())
+    names = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(sys._getframe()))
     return next((name for name in names if not name.startswith(between)), "")
 
 
@@ -60,11 +61,3 @@ def position() -> str:
     if found is None:
         return "no code of Python"
     return f"{found.f_code.co_name}(), {found.f_code.co_filename}:{found.f_lineno}"
-
-
-def _callers() -> Iterator[FrameType]:
-    """Yield the frames of all running functions, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -19,8 +19,7 @@ def unique_pairs(pairs: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
         ValueError: one name for two different tensors.
     """
     by_name: dict[str, T] = {}
-    seen: set[int] = set()
-    result: list[tuple[str, T]] = []
+    first: dict[int, tuple[str, T]] = {}
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise TypeError(
@@ -31,7 +30,5 @@ def unique_pairs(pairs: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
         if name in by_name and by_name[name] is not tensor:
             raise ValueError(f"`model` must have unique names. Received: {name!r} for two different tensors")
         by_name[name] = tensor
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            result.append((name, tensor))
-    return result
+        first.setdefault(id(tensor), (name, tensor))
+    return list(first.values())

@@ -2,6 +2,6 @@
 
 from hvd_periodic.checkpoints.saving import Saving, save_set
 from hvd_periodic.checkpoints.sets import Source, find_file
-from hvd_periodic.checkpoints.tree import Arrays, Content, Leaves, decode, encode
+from hvd_periodic.checkpoints.tree import Content, Leaves, decode, encode
 
-__all__ = ["Arrays", "Content", "Leaves", "Saving", "Source", "decode", "encode", "find_file", "save_set"]
+__all__ = ["Content", "Leaves", "Saving", "Source", "decode", "encode", "find_file", "save_set"]

@@ -70,11 +70,8 @@ def write_content(path: Path, content: Content) -> tuple[int, str]:
 
     def write(stream: IO[bytes]) -> None:
         with zipfile.ZipFile(stream, "w") as archive:
-            arrays: Mapping[str, np.ndarray | Deferred] = {
-                **content.arrays,
-                **content.deferred,
-                TREE: _as_bytes(content.tree),
-            }
+            tree = np.frombuffer(json.dumps(content.tree).encode(), np.uint8)
+            arrays: Mapping[str, np.ndarray | Deferred] = {**content.arrays, **content.deferred, TREE: tree}
             for name, array in arrays.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
                     _write_array(entry, array)
@@ -129,10 +126,6 @@ def digest_of(path: Path) -> tuple[int, str]:
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
-
-
-def _as_bytes(tree: Any) -> np.ndarray:
-    return np.frombuffer(json.dumps(tree).encode(), np.uint8)
 
 
 def _write_array(entry: IO[bytes], array: np.ndarray | Deferred) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from hvd_periodic.checkpoints.saving import require_complete
 from hvd_periodic.checkpoints.sets import Source, find_file
 from hvd_periodic.checkpoints.tree import Leaves, decode
 from hvd_periodic.comm.training_group import TrainingGroup
-
-logger = logging.getLogger("hvd_periodic")
+from hvd_periodic.logs import logger
 
 STATES, MORE = "states", "more"
 """Keys of the states of additional objects, and of plain values, in a file."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import shutil
 import sys
@@ -20,22 +19,16 @@ from hvd_periodic.checkpoints.files import sync_folder, write_content
 from hvd_periodic.checkpoints.sets import Entry, Manifest, SavedSet, remove_old, remove_unfinished, sets_in
 from hvd_periodic.checkpoints.tree import Content, Leaves, encode
 from hvd_periodic.comm.training_group import TrainingGroup
+from hvd_periodic.logs import logger
 from hvd_periodic.ranks import by_value
 from hvd_periodic.vectors.lending import lending
-
-logger = logging.getLogger("hvd_periodic")
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """The outcome of some work on this rank, which all ranks must know.
-
-    Attributes:
-        done: the result, if the work succeeded.
-        failure: the error, if it failed.
-    """
+    """The outcome of some work on this rank, which all ranks must know: its result, or the error."""
 
     done: T | None
     failure: Exception | None
@@ -238,10 +231,6 @@ class Saving:
 
 _FAILED = "A checkpoint that was written in the background failed: %s"
 
-_last: Saving | None = None
-"""A process writes one save at a time, so that memory holds one copy of the state."""
-
-
 _unfinished: list[Saving] = []
 """The last background save, and those that were not over when it began; in the same order on all ranks."""
 
@@ -308,10 +297,9 @@ def save_set(
         TypeError, ValueError: a wrong argument, or a value that no file can hold; on all ranks.
         RuntimeError: as ``check``; this save, or the previous one, has failed on one of the ranks.
     """
-    global _last
-    if _last is not None:
-        _last.join()
-    _last, failed = None, None
+    for saving in _unfinished:
+        saving.join()  # A process writes one save at a time, so that memory holds one copy of the state.
+    failed = None
     if before is not None:
         before.complete()
         before.join()  # Its thread may still remove older sets, for which this save looks.
@@ -326,7 +314,6 @@ def save_set(
         if not _unfinished:
             atexit.register(_complete_at_exit, os.getpid())
         _unfinished[:] = [*(other for other in _unfinished if not other.over), saving]
-        _last = saving
     else:
         saving.complete()
         error = saving.take_error()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_periodic.checkpoints.files import digest_of, open_regular, write_whole
-
-logger = logging.getLogger("hvd_periodic")
+from hvd_periodic.logs import logger
 
 _NAME = re.compile(r"(\d{6,})-step(\d+)")
 _MANIFEST = "manifest.json"
@@ -78,13 +76,7 @@ class Manifest:
 
 @dataclass(frozen=True, order=True)
 class SavedSet:
-    """The folder of a set.
-
-    Attributes:
-        number: number of the save.
-        step: local steps of the root.
-        folder: folder of its files.
-    """
+    """The folder of a set, with the number of its save and the local steps of the root."""
 
     number: int
     step: int
@@ -153,8 +145,9 @@ def sets_in(path: Path) -> list[SavedSet]:
 
 def remove_old(path: Path, newest: SavedSet, keep: int | None) -> None:
     """Remove all complete sets but the last ``keep``, including the newest; None: keep all."""
-    older = [saved for saved in sets_in(path) if saved.number < newest.number and saved.complete]
-    _remove(older if keep is not None else [], keep=(keep or 1) - 1)
+    if keep is not None:
+        older = [saved for saved in sets_in(path) if saved.number < newest.number and saved.complete]
+        _remove(older[: max(len(older) - keep + 1, 0)])
 
 
 def remove_unfinished(found: Sequence[SavedSet]) -> None:
@@ -162,9 +155,9 @@ def remove_unfinished(found: Sequence[SavedSet]) -> None:
     _remove([saved for saved in found if not saved.complete and not saved.folder.is_symlink()])
 
 
-def _remove(found: Sequence[SavedSet], keep: int = 0) -> None:
-    """Remove all sets but the last ``keep``; a failed removal does not end training."""
-    for saved in found[: max(len(found) - keep, 0)]:
+def _remove(found: Sequence[SavedSet]) -> None:
+    """Remove sets; a failed removal does not end training."""
+    for saved in found:
         try:
             saved.remove()
         except OSError as error:

@@ -8,8 +8,8 @@ import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -37,8 +37,8 @@ _LARGEST = 2**63
 """Integers from here on are written in hexadecimal, because Python limits the digits of decimal integers."""
 
 
-class Leaves(Protocol):
-    """Converts the values that a framework has instead of arrays."""
+class Leaves:
+    """Converts the values that a framework has instead of arrays; this one knows none, as for numpy alone."""
 
     def to_array(self, value: Any, copy: bool) -> tuple[np.ndarray, str] | None:
         """Return a tensor as an array that numpy can write, and the name of its kind; None for anything else.
@@ -47,34 +47,22 @@ class Leaves(Protocol):
             value: a value that may be a tensor.
             copy: the array must not share memory with the tensor.
         """
-
-    def from_array(self, array: np.ndarray, kind: str) -> Any:
-        """Return the value that was passed to :meth:`to_array`."""
-
-    def to_name(self, value: Any) -> str | None:
-        """Return the name of a constant of the framework, such as a dtype; None for anything else."""
-
-    def from_name(self, name: str) -> Any:
-        """Return the value that was passed to :meth:`to_name`."""
-
-
-class Arrays:
-    """Handles numpy's own arrays and scalars only."""
-
-    def to_array(self, value: Any, copy: bool) -> tuple[np.ndarray, str] | None:
-        """Return None."""
         return None
 
     def from_array(self, array: np.ndarray, kind: str) -> Any:
-        """Raise a ValueError: a framework has written the array."""
+        """Return the value that was passed to :meth:`to_array`.
+
+        Raises:
+            ValueError: a framework that is not this one has written the array.
+        """
         raise ValueError(f"it holds a {kind}")
 
     def to_name(self, value: Any) -> str | None:
-        """Return None."""
+        """Return the name of a constant of the framework, such as a dtype; None for anything else."""
         return None
 
     def from_name(self, name: str) -> Any:
-        """Raise a ValueError: a framework has written the name."""
+        """Return the value that was passed to :meth:`to_name`; raise as :meth:`from_array`."""
         raise ValueError(f"it holds {name!r} of a framework")
 
 
@@ -138,8 +126,8 @@ def encode(tree: Any, leaves: Leaves | None = None, *, copy: bool = False) -> Co
         >>> decode(content)
         {'epoch': 3, 7: (1.5, inf), 'w': array([0., 0.])}
     """
-    content = Content(None)
-    return replace(content, tree=_Encoder(leaves or Arrays(), copy, content).encode(tree, ()))
+    encoder = _Encoder(leaves or Leaves(), copy)
+    return Content(encoder.encode(tree, ()), encoder.arrays, encoder.deferred)
 
 
 def decode(content: Content, leaves: Leaves | None = None) -> Any:
@@ -148,13 +136,14 @@ def decode(content: Content, leaves: Leaves | None = None) -> Any:
     Raises:
         ValueError: the content is invalid.
     """
-    return _decode(content.tree, content.arrays, leaves or Arrays())
+    return _decode(content.tree, content.arrays, leaves or Leaves())
 
 
 class _Encoder:
-    def __init__(self, leaves: Leaves, copy: bool, content: Content) -> None:
+    def __init__(self, leaves: Leaves, copy: bool) -> None:
         self._leaves, self._copy = leaves, copy
-        self._arrays, self._deferred = content.arrays, content.deferred
+        self.arrays: dict[str, np.ndarray] = {}
+        self.deferred: dict[str, Deferred] = {}
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
         """Return a value as JSON."""
@@ -194,20 +183,20 @@ class _Encoder:
             )
         array, kind = found
         name = self._name("/".join(map(str, path)))
-        self._arrays[name] = array
+        self.arrays[name] = array
         strides = strides_of(array)
         return {"array": [name, kind] if strides is None else [name, kind, strides]}
 
     def _encode_deferred(self, value: Deferred, path: tuple[Any, ...]) -> Any:
         found, name = self._leaves.to_array(value.like, copy=False), self._name("/".join(map(str, path)))
         like, kind = (value.like, "") if found is None else found
-        value.dtype, self._deferred[name] = like.dtype, value
+        value.dtype, self.deferred[name] = like.dtype, value
         return {"array": [name, kind]}
 
     def _name(self, wanted: str) -> str:
         """Return a name that no other array has: different keys may have the same text."""
         names = (wanted if i == 1 else f"{wanted}#{i}" for i in itertools.count(1))
-        return next(name for name in names if name not in self._arrays and name not in self._deferred and name != TREE)
+        return next(name for name in names if name not in self.arrays and name not in self.deferred and name != TREE)
 
 
 def _decode(node: Any, arrays: Mapping[str, np.ndarray], leaves: Leaves) -> Any:

@@ -102,7 +102,8 @@ def user_object(path: str, option: str) -> Any:
         raise UsageError(f"`{option}`: {error}. Modules are looked up in this folder and on PYTHONPATH") from error
     for part in name.split("."):
         if not hasattr(found, part):
-            raise UsageError(f"`{option}`: {module} has no {name}. It has: {', '.join(_public(found))}")
+            public = [each for each in vars(found) if not each.startswith("_")]
+            raise UsageError(f"`{option}`: {module} has no {name}. It has: {', '.join(public)}")
         found = getattr(found, part)
     return found
 
@@ -126,7 +127,8 @@ def _chosen(
         # Hyphens in names, as in post-local, are not minus signs; the replacement keeps the length.
         tree = ast.parse(re.sub(r"(?<=[A-Za-z])-(?=[A-Za-z])", "_", listed), mode="eval").body
     except SyntaxError as error:
-        raise UsageError(f"{what}s must be a list like {_example(known)}. Received: {text!r}") from error
+        example = ",".join(sorted(known)[:2])
+        raise UsageError(f"{what}s must be a list like {example}. Received: {text!r}") from error
     nodes = tree.elts if isinstance(tree, ast.List) else [tree]
     if not nodes:
         raise UsageError(f"No {what} was given. Known: {', '.join(sorted(known))}")
@@ -173,14 +175,6 @@ def _named(node: ast.expr, known: Mapping[str, Any], what: str) -> Any:
     near = get_close_matches(plain, known, 1)
     guess = f" Did you mean {near[0]}?" if near else ""
     raise UsageError(f"Unknown {what} {name!r}.{guess} Known: {', '.join(sorted(known))}; or your own, as module.Class")
-
-
-def _example(known: Mapping[str, Any]) -> str:
-    return ",".join(sorted(known)[:2])
-
-
-def _public(module: Any) -> list[str]:
-    return [name for name in vars(module) if not name.startswith("_")]
 
 
 def _number(word: str, kind: Any, option: str) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 
 from hvd_periodic.arguments import require_int, require_real
 from hvd_periodic.cli import job_checks, machine_checks, output, processes, software_checks
-from hvd_periodic.cli.findings import OK, PROBLEM, WARNING, Finding, cores, fresh
+from hvd_periodic.cli.findings import OK, PROBLEM, WARNING, Finding, fresh
 from hvd_periodic.cli.usage_error import as_usage_error
 from hvd_periodic.version import __version__
 
@@ -58,12 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class CheckRunner:
-    """Runs checks, one after another.
-
-    Args:
-        environment: environment variables of the processes that are started.
-        seconds: time limit of each process.
-    """
+    """Runs checks, one after another, in processes with these environment variables and this time limit."""
 
     def __init__(self, environment: Mapping[str, str], seconds: float) -> None:
         self._environment, self._seconds = environment, seconds
@@ -83,15 +78,18 @@ class CheckRunner:
             path = environment.get("PATH", os.defpath)
             mpiruns, horovodruns = software_checks.on_path("mpirun", path), software_checks.on_path("horovodrun", path)
             found += self._checked("launchers", lambda: software_checks.launchers(mpiruns, horovodruns))
-            version = self._printed([str(mpiruns[0]), "--version"]) if mpiruns else ""
+            version = ""
+            if mpiruns:
+                version = processes.run([str(mpiruns[0]), "--version"], self._seconds, environment).output
             mpi4py = facts("mpi")
             found += self._checked("mpirun", lambda: software_checks.mpi(version, mpi4py))
             name = facts("name")
             found += self._checked("host name", lambda: machine_checks.host_name(name))
+            cores = len(os.sched_getaffinity(0))
             open_mpi = "Open MPI" in version or "Open RTE" in version
             found += self._checked("/dev/shm", machine_checks.shared_memory)
             found += self._checked("network interfaces", machine_checks.interfaces)
-            found += self._checked("cores", lambda: machine_checks.processor(environment, cores(), ranks, open_mpi))
+            found += self._checked("cores", lambda: machine_checks.processor(environment, cores, ranks, open_mpi))
             found += self._checked(
                 "settings", lambda: machine_checks.settings(environment, os.geteuid() == 0, open_mpi)
             )
@@ -114,9 +112,6 @@ class CheckRunner:
 
     def _tried(self, job: job_checks.Job) -> list[Finding]:
         return [job_checks.try_job(job, self._seconds, self._environment)]
-
-    def _printed(self, words: list[str]) -> str:
-        return processes.run(words, self._seconds, self._environment).output
 
     def _checked(self, what: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
         """Return the findings of a check; if it fails, the others still run."""

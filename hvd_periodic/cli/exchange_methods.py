@@ -17,7 +17,6 @@ from hvd_periodic.cost_model import (
     share_of_exchanges,
     shortest_period,
     typical_allreduce,
-    with_period,
 )
 
 EXCHANGES = 100
@@ -29,13 +28,9 @@ LONG = 100
 
 @dataclass(frozen=True)
 class ExchangeMethod:
-    """An exchange method: an algorithm with a compression, with or without overlap.
+    """An exchange method: an algorithm, by its name in the output, with a compression and the costs of own work.
 
-    Attributes:
-        name: its name in the output.
-        wire: compression of the messages.
-        overlaps: whether exchanges are in flight until just before the next one.
-        costs: costs of a worker's own work.
+    If it overlaps, exchanges are in flight until just before the next one.
     """
 
     name: str
@@ -45,7 +40,7 @@ class ExchangeMethod:
 
     def of(self, job: Job, period: int) -> Job:
         """Return a job that exchanges by this method."""
-        return with_period(replace(job, period=2, overlap=int(self.overlaps), wire=self.wire), period)
+        return replace(job, period=period, overlap=period - 1 if self.overlaps else 0, wire=self.wire)
 
 
 def every_method(
@@ -62,15 +57,7 @@ def every_method(
 
 @dataclass(frozen=True)
 class Row:
-    """An exchange method at a period.
-
-    Attributes:
-        exchange: name of the exchange method.
-        period: period in local steps.
-        sent: bytes that a rank sends per step.
-        share: share of time spent in exchanges.
-        rate: steps per second.
-    """
+    """An exchange method, by its name, at a period: bytes sent per step and rank, share of the time, steps/s."""
 
     exchange: str
     period: int

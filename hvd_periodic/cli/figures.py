@@ -17,13 +17,9 @@ STYLES = ("-", "--", "-.", ":")
 
 @dataclass(frozen=True)
 class Figure:
-    """A quantity to draw.
+    """A quantity to draw: its heading, labels of the axes, and a note for logs that lack the quantity.
 
-    Attributes:
-        title: its heading.
-        x, y: labels of the axes.
-        note_if_absent: note for logs that lack the quantity.
-        of_ranks: whether ranks differ in it, so that a single training shows each of them.
+    If it is of ranks, they differ in it, so that a single training shows each of them.
     """
 
     title: str

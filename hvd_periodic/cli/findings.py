@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -40,8 +39,3 @@ def fresh(environment: Mapping[str, str]) -> dict[str, str]:
         {'PATH': '/bin', 'OMPI_MCA_btl': 'tcp'}
     """
     return {name: value for name, value in environment.items() if not name.startswith(OF_LAUNCHERS)}
-
-
-def cores() -> int:
-    """Return the number of cores on which this process may run."""
-    return len(os.sched_getaffinity(0))

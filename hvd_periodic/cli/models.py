@@ -32,8 +32,6 @@ def parameters_of(path: Path) -> int:
         raise UsageError(f"`--model`: there is no file {path}")
     try:
         count = READERS[kind](path)
-    except UsageError:
-        raise
     except ImportError as error:
         raise UsageError(f"`--model`: {kind} needs {error.name}: pip install {error.name}") from error
     except Exception as error:

@@ -67,14 +67,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 
 def item(head: str, style: str, text: str, command: str = "") -> None:
-    """Print a paragraph with a colored head, and below it a command on one line.
-
-    Args:
-        head: a word.
-        style: style of the head, on a terminal.
-        text: the paragraph.
-        command: a command for users to copy.
-    """
+    """Print a paragraph with a head of some style, and below it, on one line, a command for users to copy."""
     seen = terminal(sys.stdout)
     width = min(shutil.get_terminal_size().columns, 100) if seen else 120
     indent = " " * 9
@@ -117,6 +110,10 @@ def write_json(value: Any) -> None:
     print(json.dumps(_finite(value), indent=1))
 
 
+def nothing(done: int, now: str = "") -> None:
+    """Advance no progress bar."""
+
+
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Advance]:
     """Show a progress bar on a terminal; yield the function that advances it and describes the current work."""
@@ -124,7 +121,7 @@ def progress(what: str, total: int) -> Iterator[Advance]:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
-        yield _nothing
+        yield nothing
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
@@ -135,10 +132,6 @@ def progress(what: str, total: int) -> Iterator[Advance]:
             bar.update(task, advance=done, description=now or None)
 
         yield advance
-
-
-def _nothing(done: int, now: str = "") -> None:
-    return None
 
 
 def _finite(value: Any) -> Any:

@@ -11,7 +11,7 @@ from string import Template
 from typing import Any
 
 from hvd_periodic.cli import figures, output, plots
-from hvd_periodic.cli.run_summary import RankSummary, RunSummary, closed, edges
+from hvd_periodic.cli.run_summary import RankSummary, RunSummary, edges
 from hvd_periodic.journal.lines import bytes_of, seconds_of
 from hvd_periodic.version import __version__
 
@@ -51,10 +51,9 @@ def _body(summaries: Sequence[RunSummary]) -> Iterator[str]:
 
 def _findings(summary: RunSummary, several: bool) -> str:
     head = f"<h3>{escape(summary.label)}</h3>" if several else ""
-    if not summary.findings:
-        return f'<section class="card">{head}<p>None.</p></section>'
     items = "".join(f"<li>{escape(finding)}</li>" for finding in summary.findings)
-    return f'<section class="card">{head}<ul class="findings">{items}</ul></section>'
+    shown = f'<ul class="findings">{items}</ul>' if items else "<p>None.</p>"
+    return f'<section class="card">{head}{shown}</section>'
 
 
 def _figures(summaries: Sequence[RunSummary]) -> Iterator[str]:
@@ -91,19 +90,15 @@ def _said(curve: plots.Curve) -> str:
 
 def _properties(summaries: Sequence[RunSummary]) -> list[list[str]]:
     """Return rows of settings and results of the trainings, without empty rows."""
-    known = ([name, *(value(summary) or "" for summary in summaries)] for name, value in _PROPERTIES.items())
+    known = ([name, *(value(summary) for summary in summaries)] for name, value in _PROPERTIES.items())
     return [row for row in known if any(row[1:])]
 
 
 def _ranks(summary: RunSummary) -> tuple[list[str], list[list[str]]]:
     """Return columns and rows of numbers by rank, without empty columns."""
-    columns = {
-        name: [value(each) for each in summary.ranks]
-        for name, value in _COLUMNS.items()
-        if any(value(each) for each in summary.ranks)
-    }
-    rows = [[column[i] or "" for column in columns.values()] for i in range(len(summary.ranks))]
-    return list(columns), rows
+    cells = {name: [value(each) for each in summary.ranks] for name, value in _COLUMNS.items()}
+    columns = {name: column for name, column in cells.items() if any(column)}
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
 
 def _table(kind: str, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -123,12 +118,12 @@ def _breakable(text: str) -> str:
     return re.sub(r"(?<=[=(])", "<wbr>", escape(text))
 
 
-def _fact(name: str, shown: Callable[[Any], str] = str) -> Callable[[RunSummary], str]:
-    def value(summary: RunSummary) -> str:
-        fact = summary.facts.get(name)
-        return "" if fact is None else shown(fact)
+def _or_nothing(value: Any, shown: Callable[[Any], str]) -> str:
+    return "" if value is None else shown(value)
 
-    return value
+
+def _fact(name: str, shown: Callable[[Any], str] = str) -> Callable[[RunSummary], str]:
+    return lambda summary: _or_nothing(summary.facts.get(name), shown)
 
 
 def _period(summary: RunSummary) -> str:
@@ -140,20 +135,16 @@ def _period(summary: RunSummary) -> str:
     )
 
 
-def _sum(name: str, shown: Callable[[Any], str], each: bool = False) -> Callable[[RunSummary], str]:
-    def value(summary: RunSummary) -> str:
-        total = summary.total(name)
-        return "" if total is None else shown(total / len(summary.ranks) if each else total)
+def _sum(name: str) -> Callable[[RunSummary], str]:
+    return lambda summary: _or_nothing(summary.total(name), _whole)
 
-    return value
+
+def _mean(name: str, shown: Callable[[float], str]) -> Callable[[RunSummary], str]:
+    return lambda summary: _or_nothing(summary.total(name), lambda total: shown(total / len(summary.ranks)))
 
 
 def _share(name: str) -> Callable[[RunSummary], str]:
-    def value(summary: RunSummary) -> str:
-        share = summary.share(name)
-        return "" if share is None else f"{100 * share:.3g} %"
-
-    return value
+    return lambda summary: _or_nothing(summary.share(name), _percent)
 
 
 def _edges(what: str) -> Callable[[RunSummary], str]:
@@ -162,11 +153,6 @@ def _edges(what: str) -> Callable[[RunSummary], str]:
         return UNKNOWN if found is None else f"{found['first']:.4g} → {found['last']:.4g}"
 
     return value
-
-
-def _closed(summary: RunSummary) -> str:
-    gone = closed(summary.training.parts[-1])
-    return "" if gone is None else f"{100 * gone:.3g} %"
 
 
 def _per_exchange(summary: RunSummary) -> str:
@@ -180,15 +166,9 @@ def _beginnings(summary: RunSummary) -> str:
     )
 
 
-def _hosts(summary: RunSummary) -> str:
-    return ", ".join(dict.fromkeys(each.host for each in summary.ranks))
-
-
 def _versions(summary: RunSummary) -> str:
-    facts = summary.facts
-    own = [f"hvd_periodic {facts['package']}"] if "package" in facts else []
-    python = [f"Python {facts['python']}"] if "python" in facts else []
-    return ", ".join([*([facts["framework"]] if "framework" in facts else []), *own, *python])
+    titles = {"framework": "", "package": "hvd_periodic ", "python": "Python "}
+    return ", ".join(f"{title}{summary.facts[name]}" for name, title in titles.items() if name in summary.facts)
 
 
 def _ranks_of(summary: RunSummary) -> str:
@@ -200,6 +180,10 @@ def _whole(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
 def _date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
@@ -209,7 +193,7 @@ _PROPERTIES: dict[str, Callable[[RunSummary], str]] = {
     "Outer optimizer": _fact("outer_optimizer"),
     "Ranks": _ranks_of,
     "Period": _period,
-    "Distance closed per exchange": _fact("closes", lambda closes: f"{100 * closes:.3g} %"),
+    "Distance closed per exchange": _fact("closes", _percent),
     "Exchange": lambda summary: "asynchronous" if summary.asynchronous else "synchronous",
     "Overlap": _fact("overlap"),
     "Fragments": _fact("fragments"),
@@ -217,26 +201,22 @@ _PROPERTIES: dict[str, Callable[[RunSummary], str]] = {
     "Center": _fact("center"),
     "Transport": _fact("transport"),
     "Parameters": _fact("elements", _whole),
-    "Hosts": _hosts,
+    "Hosts": lambda summary: ", ".join(dict.fromkeys(each.host for each in summary.ranks)),
     "Versions": _versions,
     "Started": _beginnings,
     "Duration": lambda summary: seconds_of(summary.seconds),
-    "Local steps per rank": _sum("steps", _whole, each=True),
-    "Exchanges per rank": _sum("exchanges", _whole, each=True),
+    "Local steps per rank": _mean("steps", _whole),
+    "Exchanges per rank": _mean("exchanges", _whole),
     "Loss, first → last": _edges("loss"),
     "Distance to the center, first → last": _edges("distance"),
-    "Distance closed by all exchanges": _closed,
-    "Sent per rank": _sum("bytes_sent", lambda number: bytes_of(number), each=True),
+    "Distance closed by all exchanges": lambda summary: _or_nothing(summary.closed, _percent),
+    "Sent per rank": _mean("bytes_sent", bytes_of),
     "Sent per rank and exchange": _per_exchange,
     "Time in exchanges": _share("exchange_seconds"),
     "Time waiting for others": _share("waited"),
-    "Exclusions from exchanges": _sum("left_out", _whole),
-    "Updates skipped": _sum("skipped_updates", _whole),
+    "Exclusions from exchanges": _sum("left_out"),
+    "Updates skipped": _sum("skipped_updates"),
 }
-
-
-def _or_nothing(value: float | None, shown: Callable[[float], str]) -> str:
-    return "" if value is None else shown(value)
 
 
 _COLUMNS: dict[str, Callable[[RankSummary], str]] = {

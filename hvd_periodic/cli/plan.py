@@ -161,7 +161,7 @@ def _measured(
     if workers == 1:
         raise UsageError("There is only one rank, and no network to measure: mpirun -np 4 hvdp plan --measure ...")
     total = len(ranks.ALLREDUCES) + len(algorithms) * len(wires) * len(ranks.EXCHANGES)
-    with output.progress("measuring", total) if root else nullcontext(_nothing) as advance:
+    with output.progress("measuring", total) if root else nullcontext(output.nothing) as advance:
         network = ranks.network(job, advance)
 
         def method(algorithm: Algorithm, wire: Wire) -> Method:
@@ -170,14 +170,11 @@ def _measured(
         return workers, network, list(exchange_methods.every_method(algorithms, wires, method)), root
 
 
-def _nothing(done: int, now: str = "") -> None:
-    return None
-
-
 def _title(job: Job, network: Network) -> str:
     spread = f" ± {1e3 * job.spread:g}" if job.spread else ""
     return (
-        f"{amount(job.nbytes / 4)} parameters ({job.nbytes / 1e6:,.6g} MB), {_ranks(job.workers)}, "
+        f"{amount(job.nbytes / 4)} parameters ({job.nbytes / 1e6:,.6g} MB), "
+        f"{job.workers} rank{'' if job.workers == 1 else 's'}, "
         f"{8e-9 / network.byte if network.byte else float('inf'):.3g} Gbit/s, {1e6 * network.message:.3g} µs, "
         f"steps of {1e3 * job.step:g}{spread} ms"
     )
@@ -204,10 +201,6 @@ def megabytes(nbytes: float) -> str:
     """
     value = float(f"{nbytes / 1e6:.3g}")
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'' if count == 1 else 's'}"
 
 
 def _show(job: Job, network: Network, found: list[Row], advice: Advice, arguments: argparse.Namespace) -> None:

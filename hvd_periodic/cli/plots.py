@@ -94,10 +94,7 @@ def draw(path: Path, title: str, panels: Sequence[Panel], option: str = "--plot"
 def svg(panel: Panel, name: str, legend: bool) -> str:
     """Return one panel as an SVG element of a page, whose text has the color and the font of the page.
 
-    Args:
-        panel: the panel to draw.
-        name: a name that is unique on the page.
-        legend: whether to draw a legend, which tells curves apart, also from curves of other figures.
+    The name is unique on the page. A legend tells curves apart, also from curves of other figures.
     """
     pyplot = _pyplot()
     plain = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9, "text.color": _TEXT, "axes.edgecolor": _TEXT}

@@ -31,12 +31,7 @@ _GRACE = 5.0
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """Result of a program.
-
-    Attributes:
-        code: exit code; None: the program ran out of time.
-        output: text that it printed.
-    """
+    """Exit code of a program, None if it ran out of time, and the text that it printed."""
 
     code: int | None
     output: str
@@ -54,12 +49,9 @@ class ProgramResult:
 
     def last(self, lines: int = 3) -> str:
         """Return the last lines of its output, joined to one line."""
-        stripped = (line.strip(" -\t") for line in self.output.splitlines() if not self._passed(line))
+        told = (line for line in self.output.splitlines() if MARK not in line and not _NOISE.match(line))
+        stripped = (line.strip(" -\t") for line in told)
         return " / ".join([line for line in stripped if line][-lines:]) or "it printed nothing"
-
-    @staticmethod
-    def _passed(line: str) -> bool:
-        return MARK in line or _NOISE.match(line) is not None
 
     @property
     def hung(self) -> str | None:

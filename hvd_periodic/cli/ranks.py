@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from hvd_periodic import Algorithm, Communicator, Wire
+from hvd_periodic import Algorithm, Communicator, ReplicaSynchronizer, Wire
 from hvd_periodic.cli.usage_error import UsageError, as_usage_error
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.cost_model import Method, Network, fit_method, fit_network
@@ -27,16 +27,6 @@ REPETITIONS = 7
 _NEVER = 10**9
 
 
-class Exchanger(Protocol):
-    """A synchronizer, which exchanges on request."""
-
-    def sync(self) -> None:
-        """Exchange."""
-
-    def finalize(self) -> None:
-        """Exchange for the last time."""
-
-
 @dataclass(frozen=True)
 class Ranks:
     """The ranks of this job.
@@ -49,7 +39,7 @@ class Ranks:
 
     communicator: Communicator
     tensor: Callable[[Any], Any]
-    exchanger: Callable[[Algorithm, Wire, int], Exchanger] | None = None
+    exchanger: Callable[[Algorithm, Wire, int], ReplicaSynchronizer[Any]] | None = None
 
 
 def torch_ranks() -> Ranks:
@@ -61,7 +51,7 @@ def torch_ranks() -> Ranks:
     return Ranks(HorovodCommunicator("horovod.torch", None, torch.from_numpy), torch.from_numpy, _torch_exchanger)
 
 
-def _torch_exchanger(algorithm: Algorithm, wire: Wire, size: int) -> Exchanger:
+def _torch_exchanger(algorithm: Algorithm, wire: Wire, size: int) -> ReplicaSynchronizer[Any]:
     import torch
 
     from hvd_periodic.torch import PeriodicOptimizer
@@ -71,8 +61,7 @@ def _torch_exchanger(algorithm: Algorithm, wire: Wire, size: int) -> Exchanger:
     local = torch.optim.SGD([x], 0.1)
     optimizer = PeriodicOptimizer(local, [("x", x)], algorithm, _NEVER, compression=wire)
     optimizer.step()
-    found: Exchanger = optimizer.synchronizer
-    return found
+    return optimizer.synchronizer
 
 
 def tensorflow_ranks() -> Ranks:

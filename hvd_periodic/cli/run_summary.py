@@ -101,6 +101,12 @@ class RunSummary:
         """Duration of all parts, each as long as its longest rank."""
         return sum(max(s.seconds for s in part.segments.values()) for part in self.training.parts)
 
+    @property
+    def closed(self) -> float | None:
+        """Fraction of its distance to the replicas that the center has closed since the last start; None: unknown."""
+        totals = [segment.total for segment in self.training.parts[-1].segments.values() if segment.total is not None]
+        return next((total.closed for total in totals if total.closed is not None), None)
+
     def total(self, name: str) -> float | None:
         """Return the sum over ranks of one of their numbers; None if no rank has it."""
         known = [getattr(each, name) for each in self.ranks if getattr(each, name) is not None]
@@ -127,7 +133,7 @@ class RunSummary:
             "ranks": [asdict(each) for each in self.ranks],
             "waiting_share": self.share("waited"),
             "exchange_share": self.share("exchange_seconds"),
-            "closed": closed(self.training.parts[-1]),
+            "closed": self.closed,
             "loss": edges(self, "loss"),
             "distance": edges(self, "distance"),
             "bad_lines": {name: {str(each.number): each.why for each in bad} for name, bad in self.run.bad.items()},
@@ -203,18 +209,12 @@ def edges(summary: RunSummary, what: str) -> dict[str, float] | None:
     return {"first": values[0], "last": values[-1]} if values else None
 
 
-def closed(part: Part) -> float | None:
-    """Return the fraction of its distance to the replicas that the center has closed since its start; None: unknown."""
-    ends = [segment.total.closed for segment in part.segments.values() if segment.total is not None]
-    return next((value for value in ends if value is not None), None)
-
-
 def _thinned(points: dict[float, list[float]]) -> tuple[list[float], list[float]]:
     """Return points sorted by location; if there are more than can be seen, means over neighbors."""
     places = sorted(points)
-    groups = [group.tolist() for group in np.array_split(np.array(places), POINTS)] if len(places) > POINTS else None
-    if groups is None:
+    if len(places) <= POINTS:
         return places, [float(np.mean(points[place])) for place in places]
+    groups = [group.tolist() for group in np.array_split(np.array(places), POINTS)]
     means = [float(np.mean([value for place in group for value in points[place]])) for group in groups]
     return [float(np.mean(group)) for group in groups], means
 
@@ -242,9 +242,6 @@ def _of_rank(training: Training, rank: int, rounds: Sequence[dict[int, float]]) 
     kept = [sum(round_.values()) - len(round_) * round_[rank] for round_ in met if _last(round_) == rank]
     asynchronous = bool(segments[-1].facts.get("asynchronous"))
 
-    def sum_of(name: str) -> Any:
-        return sum(getattr(report, name) for report in reports)
-
     def ended(name: str) -> Any:
         """Return the sum of the totals, which include the last handshake; without a total, of the reports."""
         return sum(
@@ -263,7 +260,7 @@ def _of_rank(training: Training, rank: int, rounds: Sequence[dict[int, float]]) 
         sum(kept) if met else None,
         sum(last) / len(last) if last else None,
         ended("bytes_sent"),
-        sum_of("missed") / max(len(reports), 1) if asynchronous else None,
+        sum(report.missed for report in reports) / max(len(reports), 1) if asynchronous else None,
         ended("left_out"),
         ended("skipped_updates"),
     )
@@ -296,7 +293,7 @@ def _findings(summary: RunSummary) -> Iterator[str]:
             "period), overlap exchanges with local steps (overlap=...), or send fewer bytes (compression=...). `hvdp "
             "plan` estimates the effect of each."
         )
-    gone = closed(summary.training.parts[-1])
+    gone = summary.closed
     if gone is not None and gone < ENOUGH:
         yield (
             f"The center has closed {100 * gone:.0f} % of its distance to the replicas, and may be worse than they "

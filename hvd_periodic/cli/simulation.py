@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from hvd_periodic import Algorithm, Communicator, Schedule, Wire
+from hvd_periodic.cli import output
 from hvd_periodic.cli.problems import Problem
 from hvd_periodic.comm.threads import run
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
@@ -18,6 +18,9 @@ from hvd_periodic.numpy.sgd import Array
 
 DIVERGED = 1e30
 """A loss above which training counts as diverged."""
+
+POINTS = 100
+"""Number of steps at which losses are measured."""
 
 _PATIENCE = 24 * 3600.0
 """Seconds for which a worker waits for the others; users' functions may be slow."""
@@ -48,8 +51,6 @@ class Training:
     overlap: int | str
     fragments: int
     compression: Wire
-    points: int = 100
-    """Number of steps at which losses are measured."""
 
 
 @dataclass
@@ -116,31 +117,16 @@ class _Descent(SGD):
             raise _DivergedError(self.steps)
 
 
-@contextmanager
-def _diverging(step: int) -> Iterator[None]:
-    """Count an overflow in Python, as of ``math.exp`` in a user's function, as divergence at this step."""
-    try:
-        yield
-    except OverflowError as error:
-        raise _DivergedError(step) from error
-
-
 def simulate(problem: Problem, setting: Setting, training: Training, tick: Callable[[int], None]) -> Outcome:
-    """Train on simulated workers.
-
-    Args:
-        problem: the problem to train on.
-        setting: algorithm, period and learning rate.
-        training: number of workers and steps, and the other shared arguments.
-        tick: called with the number of local steps since its last call.
-    """
+    """Train on simulated workers; call ``tick`` with the number of local steps since its last call."""
     marks = _marks(training)
     notes: list[list[Point]] = [[] for _ in range(training.workers)]
 
     def work(communicator: Communicator) -> Outcome:
         rank = communicator.rank
         with np.errstate(all="ignore"):
-            return _train(communicator, problem, setting, training, marks, notes[rank], tick if rank == 0 else _nothing)
+            advance = output.nothing if rank else tick
+            return _train(communicator, problem, setting, training, marks, notes[rank], advance)
 
     try:
         outcome = run(training.workers, work, _PATIENCE)[0]
@@ -178,8 +164,10 @@ def _train(
     synchronizer = optimizer.synchronizer
     for step in range(training.steps + 1):
         if step:
-            with _diverging(step):
+            try:
                 loss, gradient = problem.sample(communicator.rank, x, own)
+            except OverflowError as error:  # In Python, as of ``math.exp`` in a user's function.
+                raise _DivergedError(step) from error
             if not (abs(loss) < DIVERGED and np.isfinite(gradient).all()):
                 raise _DivergedError(step)
             synchronizer.report(loss)
@@ -200,17 +188,12 @@ def _train(
 
 def _marks(training: Training) -> set[int]:
     """Return steps at which losses are measured: random ones, as equal spacing would hit exchanges always or never."""
-    edges = np.linspace(0, training.steps, min(training.points, training.steps) + 1).astype(int)
+    edges = np.linspace(0, training.steps, min(POINTS, training.steps) + 1).astype(int)
     return {0, training.steps, *np.random.default_rng(0).integers(edges[:-1], edges[1:], endpoint=True).tolist()}
 
 
 def _mean(points: tuple[Point, ...]) -> Point:
     """Return one point for all workers: the common center, and means over the replicas."""
-    first = points[0]
     replicas = float(np.mean([point.replicas for point in points]))
     distance = float(np.mean([point.distance for point in points]))
-    return Point(first.step, first.exchanges, first.bytes, first.center, replicas, distance)
-
-
-def _nothing(_steps: int) -> None:
-    return None
+    return replace(points[0], replicas=replicas, distance=distance)

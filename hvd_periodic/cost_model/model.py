@@ -82,8 +82,7 @@ class Method:
     cache: float = inf
 
     def __post_init__(self) -> None:
-        costs = {"begin": self.begin, "work": self.work, "tensor": self.tensor, "decode": self.decode}
-        require_costs(**costs, uncached=self.uncached)
+        require_costs(begin=self.begin, work=self.work, tensor=self.tensor, decode=self.decode, uncached=self.uncached)
         require_positive(bucket=self.bucket, cache=self.cache)
 
     def seconds(

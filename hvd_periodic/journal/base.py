@@ -1,19 +1,57 @@
-"""Reports of one rank on its exchanges, and the listeners that receive them."""
+"""Counters and reports of one rank on its exchanges, and the listeners that receive them."""
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from hvd_periodic.logs import logger
 from hvd_periodic.spellings import RenamedAttribute
-
-logger = logging.getLogger("hvd_periodic")
 
 Facts = Mapping[str, object]
 """Description of the training, by readable name: numbers, strings, lists of these, None."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Counts of steps and exchanges so far, and the position in the schedule.
+
+    A failed exchange is not counted: apart from local steps, counters describe the exchanges that took place.
+
+    Attributes:
+        local_steps: iterations, whether or not the update ran.
+        rounds: exchanges.
+        skipped_updates: iterations whose update did not run: overflows under mixed precision, and iterations of other
+            ranks after this one had run out of data.
+        bytes_sent: bytes that this rank handed to collectives in exchanges.
+        last_exchange: local steps at the last exchange.
+        next_exchange: local steps at which the next exchange is due.
+        gradients: gradients accumulated on this rank since the last exchange, for algorithms that use them.
+        left_out: exchanges from which this rank was excluded, as its replica was not finite.
+        exchange_seconds: wall time spent in exchanges, including waits for other ranks.
+        pushes_missed: in asynchronous exchange, pushes of other workers between two of this worker, summed over its
+            exchanges: the staleness of the center to which its replica was pulled before.
+        staleness_max: the maximum of these per exchange.
+    """
+
+    local_steps: int = 0
+    rounds: int = 0
+    skipped_updates: int = 0
+    bytes_sent: int = 0
+    last_exchange: int = 0
+    next_exchange: int = 0
+    gradients: int = 0
+    exchange_seconds: float = 0.0
+    pushes_missed: int = 0
+    staleness_max: int = 0
+    left_out: int = 0
+
+    @property
+    def staleness_mean(self) -> float:
+        """Mean number of other workers' pushes per exchange of this one."""
+        return self.pushes_missed / max(self.rounds, 1)
 
 
 @dataclass(frozen=True)
@@ -124,19 +162,6 @@ class Listener:
         """Training has ended or pauses."""
 
 
-@dataclass
-class Counts:
-    """The counters of a rank that a journal reports."""
-
-    step: int = 0
-    rounds: int = 0
-    seconds: float = 0.0
-    bytes_sent: int = 0
-    left_out: int = 0
-    missed: int = 0
-    skipped_updates: int = 0
-
-
 MEASURING_SHARE = 0.01
 """Fraction of the time since the beginning that may be spent on measuring distances."""
 
@@ -153,7 +178,7 @@ class Journal:
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self.listeners: list[Listener] = list(listeners)
         self.begun = self.over = False
-        self._first = self._last = Counts()
+        self._first = self._last = Counters()
         self._begun = time.perf_counter()
         self._waited: float | None = None
         self._open = 1.0
@@ -163,24 +188,19 @@ class Journal:
         """Copy without listeners, which could not tell the copy's exchanges from the original's."""
         return Journal, ()
 
-    def began(self, facts: Facts, count: Counts) -> None:
+    def began(self, facts: Facts, count: Counters) -> None:
         """Report that training begins with these counters."""
         self._first = self._last = count
         self.begun, self.over = True, False
         self._begun, self._waited, self._open, self._measuring = time.perf_counter(), None, 1.0, 0.0
         self._notify(lambda listener: listener.began(facts))
 
-    @property
-    def wants_distance(self) -> bool:
-        """Whether any listener wants distances."""
-        return any(listener.wants_distance for listener in self.listeners)
-
     measured = RenamedAttribute("measure_distance")
 
     def measure_distance(self, distance: Callable[[], float]) -> float | None:
         """Return a distance, or None if no listener wants it or measuring has taken too much of the time so far."""
-        now = time.perf_counter()
-        if not self.wants_distance or self._measuring > MEASURING_SHARE * (now - self._begun):
+        now, wanted = time.perf_counter(), any(listener.wants_distance for listener in self.listeners)
+        if not wanted or self._measuring > MEASURING_SHARE * (now - self._begun):
             return None
         found = float(distance())
         self._measuring += time.perf_counter() - now
@@ -188,7 +208,7 @@ class Journal:
 
     def exchanged(
         self,
-        count: Counts,
+        count: Counters,
         came: float,
         waited: float | None,
         closes: float | None = None,
@@ -219,16 +239,16 @@ class Journal:
         self._open *= math.nan if closes is None else abs(1.0 - closes)
         report = Report(
             time.time(),
-            count.step,
+            count.local_steps,
             count.rounds,
-            count.step - before.step,
-            count.seconds - before.seconds,
+            count.local_steps - before.local_steps,
+            count.exchange_seconds - before.exchange_seconds,
             waited,
             count.bytes_sent - before.bytes_sent,
             step_seconds,
             loss,
             learning_rate,
-            count.missed - before.missed,
+            count.pushes_missed - before.pushes_missed,
             count.left_out > before.left_out,
             came,
             distance,
@@ -236,7 +256,7 @@ class Journal:
         )
         self._notify(lambda listener: listener.exchanged(report))
 
-    def ended(self, count: Counts | None = None) -> None:
+    def ended(self, count: Counters | None = None) -> None:
         """Report that training has ended.
 
         Args:
@@ -245,16 +265,16 @@ class Journal:
         first, count, self.over = self._first, count or self._last, True
         total = Total(
             time.time(),
-            count.step,
+            count.local_steps,
             count.rounds,
-            count.step - first.step,
+            count.local_steps - first.local_steps,
             count.rounds - first.rounds,
             time.perf_counter() - self._begun,
-            count.seconds - first.seconds,
+            count.exchange_seconds - first.exchange_seconds,
             self._waited,
             count.bytes_sent - first.bytes_sent,
             count.left_out - first.left_out,
-            count.missed - first.missed,
+            count.pushes_missed - first.pushes_missed,
             None if math.isnan(self._open) or count.rounds == first.rounds else 1.0 - self._open,
             count.skipped_updates - first.skipped_updates,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import re
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 from weakref import finalize
 
 from hvd_periodic.journal.base import Facts, Listener, Report, Total
+from hvd_periodic.logs import logger
 
 VARIABLE = "HVD_PERIODIC_RUN_LOG"
 """Environment variable: folder of the run log, for optimizers that were not given one."""
@@ -21,8 +21,6 @@ VARIABLE = "HVD_PERIODIC_RUN_LOG"
 VERSION = 1
 
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
-
-logger = logging.getLogger("hvd_periodic")
 
 
 class RunLog(Listener):
@@ -113,12 +111,7 @@ def requested_folder(given: str | os.PathLike[str] | bool | None) -> Path | None
 
 
 class BadLine(NamedTuple):
-    """A line of a file that is skipped.
-
-    Attributes:
-        number: line number, from 1.
-        why: the problem with the line.
-    """
+    """A line of a file that is skipped: its number, from 1, and the problem with it."""
 
     number: int
     why: str

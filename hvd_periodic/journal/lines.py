@@ -16,11 +16,7 @@ Log = logging.LoggerAdapter[logging.Logger]
 
 
 def log_of(number: int | None) -> Log:
-    """Return the log of one of several optimizers, whose lines begin with the number of the optimizer.
-
-    Args:
-        number: number of the optimizer; None if there is only one.
-    """
+    """Return the log of one of several optimizers, whose lines begin with its number; None if there is only one."""
     return _Named(logger, {"number": number})
 
 
@@ -32,7 +28,7 @@ class LogListener(Listener):
         number: returns the number of this optimizer; None if there is only one.
     """
 
-    def __init__(self, is_writer: Callable[[], bool], number: Callable[[], int | None] = lambda: None) -> None:
+    def __init__(self, is_writer: Callable[[], bool], number: Callable[[], int | None]) -> None:
         self._is_writer, self._number = is_writer, number
 
     @property

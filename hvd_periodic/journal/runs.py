@@ -12,7 +12,7 @@ from typing import Any
 
 from hvd_periodic.journal.base import Report, Total
 from hvd_periodic.journal.files import VERSION, BadLine, log_files, parse_lines
-from hvd_periodic.journal.validation import beginning, count, report, text, total
+from hvd_periodic.journal.validation import beginning, count, read, text
 
 _NAMED = 3
 """Number of bad lines of a file that are named one by one."""
@@ -179,9 +179,9 @@ def _add_line(
     elif name not in latest:
         raise ValueError("the beginning of its training is missing or bad")
     elif event == "exchanged":
-        latest[name].reports.append(report(line))
+        latest[name].reports.append(read(Report, line))
     else:
-        latest[name].total = total(line)
+        latest[name].total = read(Total, line)
 
 
 def _check_version(line: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from reprlib import repr as shortened
-from typing import Any
+from typing import Any, TypeVar
 
 from hvd_periodic.journal.base import Report, Total
 
@@ -20,6 +20,8 @@ _COUNT = 2**63
 _RANKS = 2**31
 _NOT_FINITE = ("nan", "inf", "-inf")
 """Spellings of the numbers that JSON does not have."""
+
+R = TypeVar("R", Report, Total)
 
 Check = Callable[[Any], Any]
 """Returns the value to keep, or raises a ValueError that says what it should be, such as "not a number"."""
@@ -151,24 +153,15 @@ def beginning(line: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return facts
 
 
-def report(line: Mapping[str, Any]) -> Report:
-    """Return the report of an exchange; raises as :func:`beginning`."""
-    return Report(**_known(Report, line))
-
-
-def total(line: Mapping[str, Any]) -> Total:
-    """Return the totals at an end; raises as :func:`beginning`."""
-    return Total(**_known(Total, line))
-
-
-def _known(kind: type[Report] | type[Total], line: Mapping[str, Any]) -> dict[str, Any]:
+def read(kind: type[R], line: Mapping[str, Any]) -> R:
+    """Return the report of an exchange, or the totals at an end; raises as :func:`beginning`."""
     known: dict[str, Any] = {}
     for name, (check, default) in _FIELDS[kind].items():
         value = line.get(name)
         if value is None and default is MISSING:
             raise ValueError(f"it lacks {name}")
         known[name] = default if value is None else _checked(name, value, check)
-    return known
+    return kind(**known)
 
 
 def _checked(name: str, value: Any, check: Check) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from hvd_periodic.arguments import require_int
-from hvd_periodic.schedules.base import Clock, Schedule
-from hvd_periodic.schedules.rounding import ceil
+from hvd_periodic.schedules.base import ROUNDING, Clock, Schedule
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class AdaComm(Schedule):
                     f"{self!r} needs a learning rate above 0. Received: {clock.learning_rate!r} at step {clock.step}"
                 )
             ratio *= clock.memory["learning_rate"] / clock.learning_rate
-        steps = max(1, ceil(ratio**0.5 * self.initial))
+        steps = max(1, math.ceil(ratio**0.5 * self.initial * (1 - ROUNDING)))
         return steps if steps < period else max(1, period // 2)
 
     def remember(self, clock: Clock) -> Mapping[str, float]:

@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 
 from hvd_periodic.arguments import require_int
 
+ROUNDING = 1e-6
+"""Relative error up to which a real number of steps counts as whole: a learning rate may be a float32."""
+
 
 @dataclass(frozen=True)
 class Clock:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hvd_periodic.arguments import require_int, require_real
-from hvd_periodic.schedules.base import Clock, Schedule
-from hvd_periodic.schedules.rounding import floor
+from hvd_periodic.schedules.base import ROUNDING, Clock, Schedule
 
 _NEVER = 2.0**60
 """More local steps than any training takes."""
@@ -77,7 +77,7 @@ class QSR(Schedule):
                 f"Received: {rate!r} at step {clock.step}. For a warm-up, pass `warmup_steps` and `peak`"
             )
         try:
-            steps = (self.coefficient / rate) ** self.power
+            steps: float = (self.coefficient / rate) ** self.power
         except OverflowError:
             steps = float("inf")
         if steps >= _NEVER:
@@ -85,4 +85,4 @@ class QSR(Schedule):
                 f"{self!r} would never exchange again at a learning rate of {rate!r}, at step {clock.step}: keep the "
                 "rate above 0"
             )
-        return max(self.base, floor(steps))
+        return max(self.base, math.floor(steps * (1 + ROUNDING)))

@@ -13,8 +13,9 @@ from hvd_periodic.checkpoints import Leaves, Saving, save_set
 from hvd_periodic.checkpoints.saving import SavePoint
 from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.comm.training_group import TrainingGroup
+from hvd_periodic.journal.base import Counters
 from hvd_periodic.sync.exchanger import Exchanger
-from hvd_periodic.sync.status import Counters, ScheduleState
+from hvd_periodic.sync.status import ScheduleState
 
 V = TypeVar("V")
 

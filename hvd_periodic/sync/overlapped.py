@@ -14,9 +14,9 @@ from hvd_periodic.arguments import require_int
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.in_flight import InFlightExchange
 from hvd_periodic.centers.saved_vectors import check_names
+from hvd_periodic.journal.base import Counters
 from hvd_periodic.sync.exchanger import ExchangeContext
 from hvd_periodic.sync.fragment_plan import FragmentExchange
-from hvd_periodic.sync.status import Counters
 from hvd_periodic.sync.synchronous import Synchronous
 
 V = TypeVar("V")

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from hvd_periodic.journal.base import Counters
 from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.sync.planner import predict
-from hvd_periodic.sync.status import Counters, LocalStatus, ScheduleState
+from hvd_periodic.sync.status import LocalStatus, ScheduleState
 
 
 class ProgressTracker:

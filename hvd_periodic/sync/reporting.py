@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.arguments import described
 from hvd_periodic.journal import Journal, Listener
-from hvd_periodic.journal.base import Counts, Facts
+from hvd_periodic.journal.base import Counters, Facts
 from hvd_periodic.journal.files import RunLog
 from hvd_periodic.journal.lines import LogListener
 from hvd_periodic.logs import logger, set_up
 from hvd_periodic.sync.membership import Membership
-from hvd_periodic.sync.status import Counters, LocalStatus
+from hvd_periodic.sync.status import LocalStatus
 from hvd_periodic.version import __version__
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def report_start(exchanger: Exchanger[Any], counters: Counters) -> None:
     """Report that training starts or resumes with these counters."""
     journal = exchanger.context.journal
     if journal.listeners:
-        journal.began(_facts(exchanger, counters), to_counts(counters))
+        journal.began(_facts(exchanger, counters), counters)
 
 
 def _facts(exchanger: Exchanger[Any], counters: Counters) -> Facts:
@@ -91,19 +91,6 @@ def _facts(exchanger: Exchanger[Any], counters: Counters) -> Facts:
     }
 
 
-def to_counts(counters: Counters) -> Counts:
-    """Return the counters that a journal reports."""
-    return Counts(
-        counters.local_steps,
-        counters.rounds,
-        counters.exchange_seconds,
-        counters.bytes_sent,
-        counters.left_out,
-        counters.pushes_missed,
-        counters.skipped_updates,
-    )
-
-
 def with_distance(exchanger: Exchanger[Any], own: LocalStatus) -> LocalStatus:
     """Return the status with the distance to the center, if a listener asks for it and it can be measured locally."""
     journal = exchanger.context.journal
@@ -135,6 +122,5 @@ def report_exchange(
         size = context.membership.communicator.size
         closes = context.exchanged.algorithm.contraction(Exchange(size, own.clock.period)) if completes else 0.0
         closes = 1.0 if context.warmup.active else closes
-    count = to_counts(context.progress.counters)
     known = own.step_seconds, own.notes.loss, own.learning_rate, own.distance
-    context.journal.exchanged(count, came, waited, closes, *known)
+    context.journal.exchanged(context.progress.counters, came, waited, closes, *known)

@@ -1,4 +1,4 @@
-"""Status of one rank before the handshake and of all ranks after it; counters; state kept for schedules."""
+"""Status of one rank before the handshake and of all ranks after it; state kept for schedules."""
 
 from __future__ import annotations
 
@@ -7,47 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from hvd_periodic.journal.base import Counters
 from hvd_periodic.schedules.base import Clock
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Counts of steps and exchanges so far, and the position in the schedule.
-
-    A failed exchange is not counted: apart from local steps, counters describe the exchanges that took place.
-
-    Attributes:
-        local_steps: iterations, whether or not the update ran.
-        rounds: exchanges.
-        skipped_updates: iterations whose update did not run: overflows under mixed precision, and iterations of other
-            ranks after this one had run out of data.
-        bytes_sent: bytes that this rank handed to collectives in exchanges.
-        last_exchange: local steps at the last exchange.
-        next_exchange: local steps at which the next exchange is due.
-        gradients: gradients accumulated on this rank since the last exchange, for algorithms that use them.
-        left_out: exchanges from which this rank was excluded, as its replica was not finite.
-        exchange_seconds: wall time spent in exchanges, including waits for other ranks.
-        pushes_missed: in asynchronous exchange, pushes of other workers between two of this worker, summed over its
-            exchanges: the staleness of the center to which its replica was pulled before.
-        staleness_max: the maximum of these per exchange.
-    """
-
-    local_steps: int = 0
-    rounds: int = 0
-    skipped_updates: int = 0
-    bytes_sent: int = 0
-    last_exchange: int = 0
-    next_exchange: int = 0
-    gradients: int = 0
-    exchange_seconds: float = 0.0
-    pushes_missed: int = 0
-    staleness_max: int = 0
-    left_out: int = 0
-
-    @property
-    def staleness_mean(self) -> float:
-        """Mean number of other workers' pushes per exchange of this one."""
-        return self.pushes_missed / max(self.rounds, 1)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.journal import Journal
+from hvd_periodic.journal.base import Counters
 from hvd_periodic.journal.files import requested_folder
 from hvd_periodic.local_state import LocalStateLike, as_local_state
 from hvd_periodic.options import PathLike, WeightLike
@@ -35,9 +36,8 @@ from hvd_periodic.sync.optimizer_state import OptimizerState, state_exchange
 from hvd_periodic.sync.overlapped import Overlapped, as_overlap
 from hvd_periodic.sync.planner import Planner
 from hvd_periodic.sync.progress import ProgressTracker
-from hvd_periodic.sync.reporting import new_journal, to_counts
+from hvd_periodic.sync.reporting import new_journal
 from hvd_periodic.sync.startup import CallPoint, Startup, warn_of_former
-from hvd_periodic.sync.status import Counters
 from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.sync.tensor_groups import ExchangeSpec, TensorGroups
 from hvd_periodic.sync.warmup import SynchronousWarmup
@@ -499,7 +499,7 @@ class ReplicaSynchronizer(Generic[V]):
 
     def tell_end(self) -> None:
         """Report the end of training to the journal."""
-        self.journal.ended(to_counts(self.counters))
+        self.journal.ended(self.counters)
 
     @property
     def begun(self) -> bool:

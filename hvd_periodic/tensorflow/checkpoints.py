@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.checkpoints import Saving
+from hvd_periodic.checkpoints import Leaves, Saving
 from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
 from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.sync.resume_from_center import start_from_saved_center
@@ -140,7 +140,7 @@ def load(
     return {name: value for name, value in more.items() if name not in stateful} | found
 
 
-class Tensors:
+class Tensors(Leaves):
     """Converts TensorFlow tensors to arrays; dtypes that numpy lacks become unsigned integers of the same bits."""
 
     def to_array(self, value: Any, copy: bool) -> tuple[np.ndarray, str] | None:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvd_periodic.journal.base import Counters
 from hvd_periodic.schedules import Clock, Schedule
 from hvd_periodic.sync.fragment_plan import FragmentSchedule, SinceLastSync
 from hvd_periodic.sync.planner import query
 from hvd_periodic.sync.progress import ProgressTracker
-from hvd_periodic.sync.status import Counters, ScheduleState
+from hvd_periodic.sync.status import ScheduleState
 from hvd_periodic.tensorflow.host import in_session
 from hvd_periodic.tensorflow.host_values import HostValues
 from hvd_periodic.tensorflow.store import ArrayStore, layout_of

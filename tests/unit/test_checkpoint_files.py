@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from hvd_periodic import LocalCommunicator
-from hvd_periodic.checkpoints import Arrays, Content, files
+from hvd_periodic.checkpoints import Content, Leaves, files
 from hvd_periodic.checkpoints.files import digest_of, read_content, write_content, write_whole
 from hvd_periodic.checkpoints.resuming import resume
 from hvd_periodic.checkpoints.sets import SavedSet, _digest, sets_in
@@ -140,7 +140,7 @@ def test_forged_files_are_refused_by_name(path: Path, name: str) -> None:
     forged(path, FORGED[name])
     failures: list[str] = []
     with pytest.raises(ValueError, match=r"rank-0\.npz is not a checkpoint of hvd_periodic: ") as raised:
-        resume(path, everyone_of(LocalCommunicator()), None, Arrays(), [], lambda *_: None, failures.append)
+        resume(path, everyone_of(LocalCommunicator()), None, Leaves(), [], lambda *_: None, failures.append)
     assert failures == ["", str(raised.value)]
 
 

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_periodic import Communicator, LocalCommunicator
-from hvd_periodic.checkpoints import Arrays, Content, decode, encode, files, find_file, save_set
+from hvd_periodic.checkpoints import Content, Leaves, decode, encode, files, find_file, save_set
 from hvd_periodic.checkpoints.files import read_content, write_content
 from hvd_periodic.checkpoints.resuming import resume
 from hvd_periodic.checkpoints.saving import SavePoint, require_complete
@@ -180,7 +180,7 @@ def test_trees_that_nobody_wrote_are_refused_by_name(tmp_path: Path, tree: Any, 
     saved.write_manifest(replace(manifest, files=entries))
     failures: list[str] = []
     with pytest.raises(ValueError, match=rf"rank-0\.npz is not a checkpoint of hvd_periodic: .*{message}") as raised:
-        resume(tmp_path, everyone, None, Arrays(), [], lambda *_: None, failures.append)
+        resume(tmp_path, everyone, None, Leaves(), [], lambda *_: None, failures.append)
     assert failures == ["", str(raised.value)]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
-from hvd_periodic.sync.reporting import report_start, to_counts
+from hvd_periodic.sync.reporting import report_start
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
 from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous, SessionOverlapped
 from hvd_periodic.tensorflow.contrib_opt.python_call import python_call
@@ -83,7 +83,7 @@ class StepEnd:
 
         def tell() -> None:
             if journal.begun:
-                journal.ended(to_counts(progress.counters))
+                journal.ended(progress.counters)
 
         with control_flow_v1():
             _, assigned = python_call(tell, self._synchronizer.replica.values, [progress.store()])
