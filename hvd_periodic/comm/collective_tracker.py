@@ -58,26 +58,18 @@ class Wait:
     Attributes:
         number: position of the collective in the order of its ranks' collectives.
         since: start of the wait, in seconds of the monotonic clock.
-        over: returns whether the wait is over; for callers that cannot report its end.
         raises: whether the waiting code regularly checks ``error``.
         idle: whether this is an idle barrier of ranks that have finished, which may take very long; ranks that have
             announced their end take part.
         error: the error for the waiting code to raise.
     """
 
-    __slots__ = ("error", "idle", "number", "over", "raises", "since")
+    __slots__ = ("error", "idle", "number", "raises", "since")
 
-    def __init__(
-        self, number: int, raises: bool = False, over: Callable[[], bool] | None = None, idle: bool = False
-    ) -> None:
-        self.number, self.raises, self.over, self.idle = number, raises, over, idle
+    def __init__(self, number: int, raises: bool = False, idle: bool = False) -> None:
+        self.number, self.raises, self.idle = number, raises, idle
         self.since = time.monotonic()
         self.error: Exception | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the wait is known to be over."""
-        return self.over is not None and self.over()
 
 
 class CollectiveTracker:
@@ -149,19 +141,11 @@ class CollectiveTracker:
             if self.wait is wait:
                 self.wait = None
 
-    def enter(self, over: Callable[[], bool] | None = None) -> None:
-        """Record that this rank starts the next collective and waits in it, until it calls :meth:`leave`."""
-        self.wait = Wait(self.start_collective(), over=over)
-
-    def leave(self) -> None:
-        """Record that this rank no longer waits."""
-        self.wait = None
-
     def run_blocking(self, call: Callable[[], T], task: str | None = None) -> T:
         """Return the result of a collective that cannot be interrupted; inside, :attr:`task` is ``task``, if given."""
         around = self.wait
         with self.at(self.task if task is None else task):
-            self.enter()
+            self.wait = Wait(self.start_collective())
             try:
                 return call()
             finally:
@@ -180,7 +164,7 @@ class CollectiveTracker:
                 raise wait.error
             found = poll()
             if found is not None:
-                self.leave()
+                self.wait = None
             return found
 
         return tracked

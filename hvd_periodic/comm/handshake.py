@@ -92,12 +92,7 @@ class Record:
         return f"{_CALLS[Purpose(self.purpose)]} of optimizer {self.optimizer}{where}"
 
 
-def is_real(annotation: Any) -> bool:
-    """Return whether a field of :class:`Record` holds a float."""
-    return str(annotation).startswith("float")
-
-
-_CODES = ["d" if is_real(field.type) else "q" for field in fields(Record)]
+_CODES = ["d" if str(field.type).startswith("float") else "q" for field in fields(Record)]
 _VALUES, _INTEGERS = struct.Struct(f"<{''.join(_CODES)}"), struct.Struct(f"<{len(_CODES)}q")
 
 

@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,8 @@ class Datagram:
 
 def encode(datagram: Datagram) -> bytes:
     """Return the bytes of a datagram."""
-    text = datagram.text.encode()[:TEXT_BYTES]
-    numbers = datagram.ranks, datagram.rank, datagram.query, datagram.begun, datagram.local_steps, datagram.seconds
-    return _FORMAT.pack(_MAGIC, datagram.type, datagram.token, *numbers, text)
+    *values, text = astuple(datagram)
+    return _FORMAT.pack(_MAGIC, *values, text.encode()[:TEXT_BYTES])
 
 
 def decode(data: bytes) -> Datagram | None:

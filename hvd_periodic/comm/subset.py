@@ -124,10 +124,6 @@ class Subset(Communicator):
         """Return the values of the group; they are small, and all ranks gather them."""
         return self.select(self.handshake_group.allgather_object(value, name))
 
-    def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
-        """Return the integers of the group."""
-        return np.concatenate(self.allgather_object(values, name))
-
     def rank_of(self, global_rank: int | None) -> int:
         """Return the first rank: each group starts from its own.
 

@@ -104,7 +104,6 @@ class Exchanger(ABC, Generic[V]):
         """
 
     @classmethod
-    @abstractmethod
     def check(cls, schedule: Schedule, policy: LocalState) -> None:
         """Raise a ValueError if this kind of exchange does not support the schedule or the policy."""
 
@@ -117,14 +116,14 @@ class Exchanger(ABC, Generic[V]):
         return self.tensor_groups.parameters.placement
 
     @property
-    @abstractmethod
     def reads_together(self) -> bool:
         """Whether reading the center is collective."""
+        return self.steps_agree and not self.placement.everywhere
 
     @property
-    @abstractmethod
     def shows_loaded(self) -> bool:
         """Whether a loaded center can be read before training starts."""
+        return True
 
     @abstractmethod
     def facts(self) -> dict[str, object]:
@@ -224,16 +223,16 @@ class Exchanger(ABC, Generic[V]):
     def resume(self, state: dict[str, Any] | None) -> None:
         """Resume from the states that all ranks have loaded; collective."""
 
-    @abstractmethod
     def loaded_centers(self, state: dict[str, Any] | None) -> list[Store[Any]]:
-        """Return the loaded centers in full; none if this rank has only shards."""
+        """Return the loaded centers in full; none if this rank has only shards, or if only the root's counts."""
+        return []
 
     def begin_taking_over(self) -> None:
         """Prepare to take over the state of another rank."""
 
-    @abstractmethod
     def optimizer_state_to_give(self, state: dict[str, Any] | None) -> Any:
         """Return the state of the center's optimizer that others take over, given the state loaded here, if any."""
+        return None
 
     @abstractmethod
     def take_over(self, takeover: TakeoverState) -> None:
@@ -279,13 +278,8 @@ def reset_to_center(groups: TensorGroups[V], context: ExchangeContext[V], proble
         return
     if context.local_optimizer is not None:
         context.local_optimizer.reset()
-    log_exclusion(membership, problem)
-
-
-def log_exclusion(membership: Membership, problem: str) -> None:
-    """Log that this rank is excluded."""
-    rank = membership.communicator.global_rank
-    membership.log.warning("Rank %d is excluded from an exchange and reset to the center: %s", rank, problem)
+    text = "Rank %d is excluded from an exchange and reset to the center: %s"
+    membership.log.warning(text, membership.global_rank, problem)
 
 
 def check_agreement(exchanger: Exchanger[Any], policy: LocalState) -> None:
@@ -298,8 +292,8 @@ def check_agreement(exchanger: Exchanger[Any], policy: LocalState) -> None:
     membership.communicator.check()
     facts = build_on_all(membership.communicator, membership.name, lambda: facts_of(exchanger, policy))
     agree(membership.communicator, membership.name, facts)
-    if membership.all_ranks.group is not None:
-        agree(membership.all_ranks.group, membership.all_ranks.group_name, facts)
+    if membership.group is not None:
+        agree(membership.group, membership.group_name, facts)
 
 
 def facts_of(exchanger: Exchanger[Any], policy: LocalState) -> dict[str, object]:

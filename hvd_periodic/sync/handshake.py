@@ -176,8 +176,10 @@ class Handshake:
         self.ready_at, came = time.time(), time.perf_counter()
         met = communicator.handshake(record, failure, piggyback)
         self.wait_seconds = time.perf_counter() - came
-        if self.background_save is not None:
-            self.continue_background_save(purpose)
+        save = self.background_save
+        # With several levels, a handshake does not include all ranks, whom it takes to complete a save.
+        if save is not None and save.everyone.one_level and purpose in _EXCHANGING:
+            save.complete(wait=False)
         return met
 
     @contextmanager
@@ -188,15 +190,6 @@ class Handshake:
         except Exception as error:
             self.fatal_error = f"The exchange at step {local_steps} failed: {error}"
             raise
-
-    def continue_background_save(self, purpose: Purpose) -> None:
-        """Complete a background save, which needs all ranks in one call.
-
-        With several levels this does nothing, since a handshake does not include all ranks.
-        """
-        save = self.background_save
-        if save is not None and save.everyone.one_level and purpose in _EXCHANGING:
-            save.complete(wait=False)
 
     def notify_followers(self) -> None:
         """Notify the followers that an exchange was run or applied to the replica."""

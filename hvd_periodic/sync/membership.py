@@ -1,13 +1,13 @@
-"""The ranks that train together with this one, and the root among them."""
+"""The ranks that train together with this one, the root among them, and their groups: the one place that knows them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.training_group import TrainingGroup
+from hvd_periodic.comm.training_group import Hop, TrainingGroup
 from hvd_periodic.journal.lines import Log, log_of
 
 
@@ -22,6 +22,9 @@ class Membership:
     Attributes:
         requested_root: the ``root`` as given.
         number: number of this optimizer among those of its ranks, as in the name: 1 for the first.
+        group: the ranks that average their gradients with this one, if some of them do not exchange with it; else None.
+        group_name: prefix of the names of the group's collectives.
+        group_root: the member of the group that exchanges with the root of all ranks.
         all_ranks: all ranks that train together, including ranks that average gradients with one that exchanges.
         in_groups: whether gradients are averaged at every step within groups, between which ranks exchange.
     """
@@ -35,7 +38,10 @@ class Membership:
         last = name.rpartition(".")[2]
         self.number = int(last) if last.isdigit() else 0
         self.root = root if root < communicator.size else 0
-        self.all_ranks = TrainingGroup(communicator.handshake_group)
+        everyone = communicator.handshake_group
+        self.all_ranks = TrainingGroup([(everyone, everyone.handshake_name)])
+        self.group: Communicator | None = None
+        self.group_name, self.group_root = "", 0
         self.in_groups = False
 
     def require_same_ranks(self) -> None:
@@ -47,8 +53,13 @@ class Membership:
     def average_within(self, group: Communicator, throughout: bool) -> None:
         """Register the ranks that average gradients with this one, ``throughout`` training or for a time."""
         self.in_groups = group.size > 1 and throughout
-        if not set(group.global_ranks) <= set(self.communicator.global_ranks):
-            self.all_ranks.average_within(group)
+        if set(group.global_ranks) <= set(self.communicator.global_ranks):
+            return
+        self.group, self.group_name = group, group.unique_name()
+        exchanging = self.communicator.handshake_group.global_ranks
+        lowest = group.allgather_object(min(exchanging), f"{self.group_name}.lowest")
+        self.group_root = lowest.index(min(lowest))
+        self.all_ranks = TrainingGroup([(group, self.group_name), *self.all_ranks.hops])
 
     @property
     def log(self) -> Log:
@@ -96,10 +107,19 @@ class Membership:
 
     def broadcasters(self, what: str) -> list[Callable[[Any], Any]]:
         """Return functions that broadcast the root's values: among the ranks that exchange, then within groups."""
-        found, together = [self.broadcaster(what)], self.all_ranks
-        if together.group is not None:
-            found.append(broadcaster(together.group, f"{together.group_name}.{what}", together.group_root))
+        found = [self.broadcaster(what)]
+        if self.group is not None:
+            found.append(broadcaster(self.group, f"{self.group_name}.{what}", self.group_root))
         return found
+
+
+def ranks_of_levels(levels: Sequence[Membership]) -> TrainingGroup:
+    """Return all ranks of a training with several optimizers, given the ranks of each, the outermost first."""
+    hops: dict[tuple[int, ...], Hop] = {}
+    for level in reversed(levels):
+        for hop in level.all_ranks.hops:
+            hops.setdefault(tuple(hop[0].global_ranks), hop)
+    return TrainingGroup(list(hops.values()), levels[0].global_root, one_level=len(levels) == 1)
 
 
 def broadcaster(communicator: Communicator, name: str, root: int) -> Callable[[Any], Any]:

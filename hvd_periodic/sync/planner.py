@@ -41,14 +41,7 @@ def agreed_clock(records: Sequence[Record], clock: Clock) -> Clock:
         >>> clock.learning_rate, clock.step_seconds, clock.loss
         (0.2, None, 2.0)
     """
-    seconds = [record.step_seconds for record in records if record.step_seconds is not None]
-    losses = [record.loss for record in records if record.loss is not None]
-    return replace(
-        clock,
-        learning_rate=leading(records).learning_rate,
-        step_seconds=max(seconds, default=None),
-        loss=sum(losses) / len(losses) if losses else None,
-    )
+    return _completed(clock, leading(records).learning_rate, records)
 
 
 def merge_clocks(clock: Clock, of_all: Sequence[Clock]) -> Clock:
@@ -62,12 +55,17 @@ def merge_clocks(clock: Clock, of_all: Sequence[Clock]) -> Clock:
         >>> merge_clocks(Clock(loss=1.0), [Clock(loss=1.0, step_seconds=0.5), Clock(loss=3.0, step_seconds=0.25)])
         Clock(step=0, round=0, learning_rate=None, step_seconds=0.5, loss=2.0, period=0, memory={})
     """
-    rates = [other.learning_rate for other in of_all if other.learning_rate is not None]
-    seconds = [other.step_seconds for other in of_all if other.step_seconds is not None]
-    losses = [other.loss for other in of_all if other.loss is not None]
+    rates = (other.learning_rate for other in of_all if other.learning_rate is not None)
+    return _completed(clock, next(rates, None), of_all)
+
+
+def _completed(clock: Clock, learning_rate: float | None, told: Sequence[Record] | Sequence[Clock]) -> Clock:
+    """Return the clock with this learning rate, the slowest step time and the mean loss."""
+    seconds = [each.step_seconds for each in told if each.step_seconds is not None]
+    losses = [each.loss for each in told if each.loss is not None]
     return replace(
         clock,
-        learning_rate=rates[0] if rates else None,
+        learning_rate=learning_rate,
         step_seconds=max(seconds, default=None),
         loss=sum(losses) / len(losses) if losses else None,
     )
@@ -196,10 +194,6 @@ class Planner:
             return query(self.schedule, clock)
         return self._same_on_all(clock)
 
-    def first_async(self, learning_rate: float | None) -> Plan:
-        """Return the plan of the first exchange of an asynchronous rank."""
-        return query(self.schedule, Clock(learning_rate=learning_rate))
-
     def next_plan(self, handshake: GlobalStatus) -> Plan:
         """Return the plan of the exchange after this one, the same on all ranks.
 
@@ -221,10 +215,6 @@ class Planner:
             self._membership.log.debug("Training has ended, so the period stays as it was: %s", error)
         return Plan(handshake.step + max(handshake.period, 1), clock.memory)
 
-    def next_async(self, own: LocalStatus) -> Plan:
-        """Return the plan of the next exchange of an asynchronous rank."""
-        return query(self.schedule, own.clock)
-
     def _same_on_all(self, clock: Clock) -> Plan:
         """Query the schedule; check that all ranks that train together get the same answer.
 
@@ -232,7 +222,7 @@ class Planner:
             RuntimeError: the schedule failed, or its answers differ; raised on all ranks.
         """
         together = self._membership.all_ranks
-        if together.group is not None:
+        if self._membership.group is not None:
             clock = merge_clocks(clock, together.allgather_object(clock, "clock"))
         plan, failure = Plan(0, {}), None
         try:

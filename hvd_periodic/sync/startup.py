@@ -243,24 +243,19 @@ class Startup(Generic[V]):
         source = root if start is Start.FROM_ROOT else membership.global_root
         return parameters_replaced(start, statuses, membership.global_rank, source, averaging)
 
-    def broadcast(self) -> None:
-        """Give all ranks the state of the root."""
-        self.broadcast_from(self._context.membership.root_among_all)
-
     def broadcast_from(self, source: int) -> None:
         """Give all ranks the state of the rank ``source``."""
         context, membership = self._context, self._context.membership
         context.handshake.check_same_call(Purpose.BROADCAST, context.exchanged.replica.changes())
-        together = membership.all_ranks
-        steps = set(together.gather(context.progress.local_steps, "steps").values())
+        steps = set(membership.all_ranks.gather(context.progress.local_steps, "steps").values())
         if self._averaging(list(steps)) and len(steps) > 1:
             raise RuntimeError(
                 "Ranks that average their gradients need local optimizers in the same state, which broadcast() does "
                 f"not send: load the state on every rank. Received: states of steps {sorted(steps)}"
             )
         self._take_over(membership.communicator.handshake_group, source, membership.name)
-        if together.group is not None:
-            self._take_over(together.group, together.group_root, together.group_name)
+        if membership.group is not None:
+            self._take_over(membership.group, membership.group_root, membership.group_name)
         self._checkpoint.forget()
         if context.progress.local_steps == 0:
             self._plan_first_round(context.handshake.meet(Purpose.START))
@@ -370,7 +365,7 @@ class Startup(Generic[V]):
         mine = (progress.counters, progress.notes, checkpoint.run, known, state is not None, optimizer_state)
         gathered = communicator.broadcast_object(mine, f"{name}.progress", root)
         counters, notes, checkpoint.run, known, whole, optimizer_state = gathered
-        if known and communicator is self._context.membership.all_ranks.group and not placement.everywhere:
+        if known and communicator is self._context.membership.group and not placement.everywhere:
             raise RuntimeError(
                 f"With center={placement.name!r}, ranks that average their gradients hold other parts of the "
                 "center: load the state on every rank"

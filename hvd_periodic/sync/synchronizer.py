@@ -410,7 +410,7 @@ class ReplicaSynchronizer(Generic[V]):
                 averaged, which requires equal states of local optimizers.
         """
         self.center_reader.require_outside_center_block("broadcast")
-        self.startup.broadcast()
+        self.startup.broadcast_from(self.membership.root_among_all)
 
     @contextmanager
     def center(self) -> Iterator[None]:

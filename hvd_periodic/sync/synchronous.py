@@ -13,8 +13,6 @@ from hvd_periodic.centers import Placement, Replicated
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.agreement import ADVICE
 from hvd_periodic.comm.handshake import Purpose, Record, integers
-from hvd_periodic.local_state.base import LocalState
-from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, reset_to_center
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.fragment_plan import DueFragments, FragmentExchange, FragmentPlan, SinceLastSync
@@ -48,10 +46,6 @@ class Synchronous(Exchanger[V]):
         algorithm.check(size)
         return algorithm
 
-    @classmethod
-    def check(cls, schedule: Schedule, policy: LocalState) -> None:
-        """Accept every schedule and policy."""
-
     def __init__(self, context: ExchangeContext[V], place: type[Placement], use_locking: bool) -> None:
         membership, exchanged = context.membership, context.exchanged
         self.context = context
@@ -84,16 +78,6 @@ class Synchronous(Exchanger[V]):
         self.piggyback = PiggybackedMessages(self.tensor_groups, replica, membership)
         if moved[0]:
             self._bind()
-
-    @property
-    def reads_together(self) -> bool:
-        """Whether reading the center is collective: unless it is on every rank."""
-        return not self.placement.everywhere
-
-    @property
-    def shows_loaded(self) -> bool:
-        """True: the tensor groups hold it."""
-        return True
 
     def facts(self) -> dict[str, object]:
         """Return the settings that all ranks must share: synchronous exchange and its options."""
@@ -220,7 +204,8 @@ class Synchronous(Exchanger[V]):
 
     def _send(self, turn: FragmentExchange, step: int, training: bool) -> int:
         """Exchange a fragment of the parameters at a step; return the bytes handed to collectives."""
-        return self.tensor_groups.exchange_parameters(turn.exchange, turn.fragment)
+        communicator, name = self.context.membership.communicator, self.context.membership.name
+        return self.tensor_groups.parameters.exchange(communicator, turn.exchange, name, turn.fragment)
 
     def leave(self) -> None:
         """Take part in the exchanges of the others until all are done."""

@@ -21,7 +21,6 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.outer.framework import Hyperparameters, NoOuterOptimizer, OuterOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.sync.membership import Membership
-from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import Store
 from hvd_periodic.wires.base import Wire
@@ -56,7 +55,7 @@ class TensorGroups(Generic[V]):
 
         If gradients are averaged within groups of ranks, centers of statistics differ between the ranks of a group.
         """
-        return self._groups if self._membership.all_ranks.group is None else self._groups[:1]
+        return self._groups if self._membership.group is None else self._groups[:1]
 
     def reset(self) -> None:
         """Set the centers to the values of this rank, and forget what was accumulated."""
@@ -98,15 +97,6 @@ class TensorGroups(Generic[V]):
         """Replace the values of a store with the results of ``send``."""
         for bucket in store.layout.buckets:
             store.write(bucket, send(store.read(bucket, out=self._replica.scratch(bucket, 0))))
-
-    def exchange(self, exchange: Exchange) -> int:
-        """Exchange all groups, in the same order on all ranks; return the bytes handed to collectives."""
-        return self.exchange_statistics(exchange) + self.exchange_parameters(exchange)
-
-    def exchange_parameters(self, exchange: Exchange, fragment: Fragment | None = None) -> int:
-        """Exchange the parameters, or a fragment of them; return the bytes handed to collectives."""
-        membership = self._membership
-        return self.parameters.exchange(membership.communicator, exchange, membership.name, fragment)
 
     def exchange_statistics(self, exchange: Exchange) -> int:
         """Exchange the statistics; return the bytes handed to collectives."""

@@ -14,6 +14,7 @@ import torch
 from hvd_periodic.checkpoints import Saving
 from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
 from hvd_periodic.comm.training_group import TrainingGroup
+from hvd_periodic.sync.membership import ranks_of_levels
 from hvd_periodic.sync.resume_from_center import start_from_saved_center
 from hvd_periodic.torch.model import original_name
 from hvd_periodic.torch.neutral import neutrally
@@ -78,7 +79,8 @@ def save(
         saved[MORE] = {name: value for name, value in more.items() if not _has_state(value)}
         return saved
 
-    synchronizer, everyone = _levels(optimizer)[0], _everyone(optimizer)
+    levels = _levels(optimizer)
+    synchronizer, everyone = levels[0], _everyone(levels)
     require_outside_center_block, save_files = (
         synchronizer.center_reader.require_outside_center_block,
         synchronizer.checkpoint.save_files,
@@ -146,7 +148,7 @@ def load(
     def failed(why: str) -> None:
         levels[0].checkpoint.failure = why
 
-    found = resume(Path(path), _everyone(optimizer), at_step, Tensors(), stateful.keys(), restore, failed)
+    found = resume(Path(path), _everyone(levels), at_step, Tensors(), stateful.keys(), restore, failed)
     return {name: value for name, value in more.items() if name not in stateful} | found
 
 
@@ -204,9 +206,8 @@ def _levels(optimizer: Trained) -> list[Synchronizer]:
     return [*levels, level] if isinstance(level, Synchronizer) else levels
 
 
-def _everyone(optimizer: Trained) -> TrainingGroup:
-    levels = [level.membership for level in _levels(optimizer)]
-    return TrainingGroup.of_levels([membership.all_ranks for membership in reversed(levels)], levels[0].global_root)
+def _everyone(levels: Sequence[Synchronizer]) -> TrainingGroup:
+    return ranks_of_levels([level.membership for level in levels])
 
 
 def _check(model: Any, optimizer: Any) -> None:

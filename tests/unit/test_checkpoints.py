@@ -185,7 +185,7 @@ def test_trees_that_nobody_wrote_are_refused_by_name(tmp_path: Path, tree: Any, 
 
 
 def everyone_of(communicator: Communicator) -> TrainingGroup:
-    return TrainingGroup(communicator)
+    return TrainingGroup([(communicator, communicator.handshake_name)])
 
 
 def save(path: Path, communicator: Communicator, step: int, **options: Any) -> Any:
