@@ -95,7 +95,16 @@ class ServiceTransport(Transport):
 
     def read(self, index: int) -> np.ndarray:
         """Ask every holder for its share of a bucket."""
-        return self._gather(index)
+        size = max(stop for _, stop in self._bounds[index])
+        values = np.empty(size, self._dtypes[index])
+        for holder, start, stop in self._slices(index):
+            if holder == self._rank:
+                values[start:stop] = self._own.read(index)
+            else:
+                reply = self._replies.receive(values[start:stop], holder, _tag(index) + 1)
+                self._request(holder, _READ, index)
+                self._requests.wait(reply)
+        return values
 
     def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
         """Send every holder its share of all buckets, then the state of the optimizer."""
@@ -208,18 +217,6 @@ class ServiceTransport(Transport):
                 requests.append(self._replies.receive(pulled[start:stop], holder, _tag(index) + 1))
                 requests.append(self._requests.send(payload[start:stop], holder, _tag(index)))
         return requests
-
-    def _gather(self, index: int) -> np.ndarray:
-        size = max(stop for _, stop in self._bounds[index])
-        values = np.empty(size, self._dtypes[index])
-        for holder, start, stop in self._slices(index):
-            if holder == self._rank:
-                values[start:stop] = self._own.read(index)
-            else:
-                reply = self._replies.receive(values[start:stop], holder, _tag(index) + 1)
-                self._request(holder, _READ, index)
-                self._requests.wait(reply)
-        return values
 
     def _slices(self, index: int) -> Iterator[tuple[int, int, int]]:
         for holder, (start, stop) in zip(self._holders, self._bounds[index], strict=True):

@@ -228,11 +228,6 @@ class Worker:
                 part.pull(bucket, center, exchange)
         return sum(bucket.nbytes for _, bucket in buckets)
 
-    def centers(self) -> list[np.ndarray]:
-        """Return copies of all buckets of the center as it is now, even after :meth:`finish`."""
-        self.resume_training()
-        return [self.transport.read(index) for index in range(self._count)]
-
     def read(self, index: int, bucket: Bucket) -> Any:
         """Return bucket ``index`` of the center, counted across all parts, as a vector of the front end."""
         if self._final is not None:
@@ -329,7 +324,7 @@ class Worker:
         with self.communicator.tracker.at("finalize() of asynchronous exchange"):
             self.communicator.idle_barrier(self._number)
             self._log_dead_ranks()
-            self._final = self.centers()
+            self._final = [self.transport.read(index) for index in range(self._count)]
             self.communicator.idle_barrier(self._number)
         if self._file is not None:
             self._file.release()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm
@@ -12,9 +11,8 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import Store
-from hvd_periodic.wires.base import Link, Sent, Wire
+from hvd_periodic.wires.base import Link, Residual, Sent, Wire
 from hvd_periodic.wires.encoded import row_length
-from hvd_periodic.wires.plain import Plain
 
 V = TypeVar("V")
 
@@ -54,9 +52,9 @@ class ErrorFeedback(Generic[V]):
         placement: Placement,
         replica: Replica[V],
         algorithm: Algorithm,
-        wire: Wire = Plain(),  # noqa: B008
-        communicator: Communicator | None = None,
-        overlapped: bool = False,
+        wire: Wire,
+        communicator: Communicator | None,
+        overlapped: bool,
     ) -> None:
         self.wire, self._placement, self._replica, self._reduction = wire, placement, replica, algorithm.reduction
         self.received_totals: dict[int, V] = {}
@@ -89,7 +87,7 @@ class ErrorFeedback(Generic[V]):
             return self._placement.reduce(communicator, buffer, name, self._reduction)
 
         space, sums = self._replica.space, self.second_hop_residual
-        of_sums = None if sums is None else _StoredBucket(sums, sums.layout.buckets[bucket.index])
+        of_sums = None if sums is None else Residual(sums, sums.layout.buckets[bucket.index])
         link = Link(communicator, name, bucket.size, bucket.nbytes, reduce, space.coding, of_sums)
         if self.residual is None:
             return self.wire.start(link, message)
@@ -113,21 +111,4 @@ class ErrorFeedback(Generic[V]):
     def _clear(self, store: Store[V] | None) -> None:
         if store is not None:
             for bucket in store.layout.buckets:
-                _StoredBucket(store, bucket).write(self._replica.space.zeros_like(store.read(bucket)))
-
-
-@dataclass(frozen=True)
-class _StoredBucket(Generic[V]):
-    """A bucket of a store."""
-
-    store: Store[V]
-    bucket: Bucket
-
-    def read(self) -> V:
-        """Return the values."""
-        return self.store.read(self.bucket)
-
-    def write(self, value: V) -> None:
-        """Set the values."""
-        if self.bucket.size:
-            self.store.write(self.bucket, value)
+                Residual(store, bucket).write(self._replica.space.zeros_like(store.read(bucket)))

@@ -88,7 +88,6 @@ class TensorGroup(Generic[V]):
         placement: where the center lives.
         outer: the framework optimizer that moves the center, if one does.
         rates: the learning rates, for algorithms that use them.
-        period_in_exchanges: the group takes part in every exchange whose number is a multiple of this.
         overlapped: local steps continue while an exchange is in flight, so that its messages need their own memory.
         wire: encoding of the messages.
         communicator: the ranks, for wires that divide sums among them.
@@ -112,13 +111,11 @@ class TensorGroup(Generic[V]):
         placement: Placement,
         outer: OuterOptimizer | None = None,
         rates: LearningRates | None = None,
-        period_in_exchanges: int = 1,
         overlapped: bool = False,
         wire: Wire = Plain(),  # noqa: B008
         communicator: Communicator | None = None,
     ) -> None:
         self.name, self.values, self.algorithm, self.placement = name, values, algorithm, placement
-        self.period_in_exchanges = period_in_exchanges
         self._replica, self._outer, self._rates = replica, outer, rates
         first = self._read(values.layout.buckets[0], slot=0)
         self.shard, self.center_state = self._new_center(first)
@@ -147,10 +144,6 @@ class TensorGroup(Generic[V]):
     def center(self) -> Store[V]:
         """This rank's shard of the center."""
         return self.center_state["center"]
-
-    def due(self, rounds: int) -> bool:
-        """Return whether the group takes part in the next exchange, given the number of exchanges so far."""
-        return (rounds + 1) % self.period_in_exchanges == 0
 
     @property
     def vectors(self) -> dict[str, Store[V]]:
@@ -434,10 +427,17 @@ class TensorGroup(Generic[V]):
         return cast(V, out) if kept else message
 
     def _moves(self, pending: Pending[V], exchange: Exchange) -> Iterator[tuple[Block[V], State[V] | None]]:
-        """Move this rank's shard of the center block by block; yield each block, and its center if that has moved."""
+        """Move this rank's shard of the center block by block; yield each block, and its center if that has moved.
+
+        If an outer optimizer moves the center, only its gradient is written, and nothing is yielded.
+        """
         bucket, total = pending.bucket, pending.wait()
         if self.total is not None:
-            self._write_gradient(pending, total, exchange)
+            shard = self._shard_of(bucket)
+            if shard.size:
+                gradient = self.algorithm.gradient(self._replica.space, total, exchange)
+                if self.error_feedback.wire.lossy or gradient is not pending.lent:
+                    self.total.write(shard, gradient)
             return
         for block in pending.blocks:
             shard, moved = self._shard_of(block.part), None
@@ -448,15 +448,6 @@ class TensorGroup(Generic[V]):
                     self._write(self.center_state, shard, center, changed)
                 moved = self._reread(self.center_state, shard, center, center | changed)
             yield block, moved
-
-    def _write_gradient(self, pending: Pending[V], total: V, exchange: Exchange) -> None:
-        """Write the gradient for the outer optimizer."""
-        shard = self._shard_of(pending.bucket)
-        if self.total is None or not shard.size:
-            return
-        gradient = self.algorithm.gradient(self._replica.space, total, exchange)
-        if self.error_feedback.wire.lossy or gradient is not pending.lent:
-            self.total.write(shard, gradient)
 
     def _move(self, shard: Bucket, center: State[V], total: V, exchange: Exchange) -> State[V]:
         """Return the changes to the center's vectors, computed one by one for each range of one learning rate."""

@@ -1,9 +1,9 @@
-"""Shards of the center across a change of ranks: the full center, and shards for the ranks that remain."""
+"""The center across a change of ranks: the full center, its shards, and how the ranks that remain start from it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
@@ -56,6 +56,31 @@ def start_from_center(synchronizer: ReplicaSynchronizer[Any], whole: FullCenter 
     own = synchronizer.checkpoint.save_own
     synchronizer.startup.start_from_center(None if whole is None else whole.within(own()))
     synchronizer.load_state_dict(synchronizer.state_dict() if whole is None else whole.within(own()))
+
+
+def start_from_saved_center(levels: Sequence[ReplicaSynchronizer[Any]], state: Mapping[str, Any]) -> None:
+    """Set the replica to a center that other ranks saved, and keep the counters; local; call it with all states loaded.
+
+    Worker vectors, exchanges in flight and error feedback belonged to the former ranks' replicas and are dropped. The
+    centers of inner levels start from the same values.
+
+    Args:
+        levels: nested optimizers, the outermost first.
+        state: the state that the outermost has loaded.
+    """
+    outermost = levels[0]
+    outermost.startup.start_from_center(state)
+    vectors = {
+        group.name: {key: state["vectors"][group.name][key] for key in group.center_state}
+        | {key: outermost.replica.save(store) for key, store in group.worker.items()}
+        for group in outermost.tensor_groups
+    }
+    progress = outermost.progress
+    now = {"counters": asdict(progress.counters), "notes": asdict(progress.notes), "under_way": None}
+    outermost.load_state_dict({**state, "vectors": vectors, **now})
+    for level in levels[1:]:
+        level.exchanger.discard()
+        level.tensor_groups.reset()
 
 
 def merge_group_centers(synchronizer: ReplicaSynchronizer[Any], trained: Collection[int]) -> None:

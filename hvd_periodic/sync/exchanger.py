@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -17,7 +17,7 @@ from hvd_periodic.comm.handshake import Record
 from hvd_periodic.journal import Journal
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
-from hvd_periodic.sync.finite import RAISE, Finite
+from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.handshake import Handshake
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.optimizer_state import OptimizerState, OptimizerStateExchange
@@ -29,7 +29,6 @@ from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.store import Store
 from hvd_periodic.version import __version__
 from hvd_periodic.wires.base import Wire
-from hvd_periodic.wires.plain import Plain
 
 V = TypeVar("V")
 
@@ -64,13 +63,13 @@ class ExchangeContext(Generic[V]):
     handshake: Handshake
     optimizer_state: OptimizerStateExchange[V] | None
     fragments: Sequence[Fragment]
-    overlap: int | str = 0
-    wire: Wire = Plain()  # noqa: RUF009
-    local_optimizer: OptimizerState[V] | None = None
-    nonfinite: str = RAISE
-    audit_every: int = 0
-    center_file: Path | None = None
-    journal: Journal = field(default_factory=Journal)
+    overlap: int | str
+    wire: Wire
+    local_optimizer: OptimizerState[V] | None
+    nonfinite: str
+    audit_every: int
+    center_file: Path | None
+    journal: Journal
 
 
 class Exchanger(ABC, Generic[V]):

@@ -88,18 +88,15 @@ class OptimizerStateExchange(Generic[V]):
         """Average the entries due after ``rounds`` exchanges, or reset the state; return the bytes sent."""
         entries, sent = self._state.entries(), 0
         for entry, every in (self._policy.averaged(list(entries)) if entries else {}).items():
-            if not any(math.prod(tensor.shape) for _, tensor in entries[entry]):
-                continue
-            group = self._group(entry, entries[entry], every)
-            if group.due(rounds):
-                sent += group.exchange(communicator, exchange, prefix)
+            has_elements = any(math.prod(tensor.shape) for _, tensor in entries[entry])
+            if has_elements and (rounds + 1) % every == 0:
+                sent += self._group(entry, entries[entry]).exchange(communicator, exchange, prefix)
         if self._policy.resets:
             self._state.reset()
         return sent
 
-    def _group(self, entry: str, pairs: Pairs, every: int) -> TensorGroup[V]:
-        store = self._state.store(pairs)
-        return TensorGroup(f"state.{entry}", store, Mean(), self._replica, self._placement, period_in_exchanges=every)
+    def _group(self, entry: str, pairs: Pairs) -> TensorGroup[V]:
+        return TensorGroup(f"state.{entry}", self._state.store(pairs), Mean(), self._replica, self._placement)
 
 
 def state_exchange(

@@ -333,7 +333,8 @@ class ReplicaSynchronizer(Generic[V]):
         self.gradients.check(updated)
         self.begin(CallPoint.AFTER_UPDATE if updated else CallPoint.BEFORE_UPDATE)
         due = self.progress.count(updated)
-        self.warmup.on_end(self.restart_center)
+        if self.local_steps == self.warmup.until:
+            self.restart_center()
         if due:
             self.sync()
         elif self.progress.is_landing_due:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.ranks import named
@@ -36,11 +34,6 @@ class SynchronousWarmup:
     def finished(self) -> bool:
         """Whether there was a warmup that has ended."""
         return self.until is not None and self._progress.local_steps >= self.until
-
-    def on_end(self, then: Callable[[], object]) -> None:
-        """Call ``then`` if the step just counted was the last of the warmup."""
-        if self._progress.local_steps == self.until:
-            then()
 
 
 def schedule_around(
