@@ -58,11 +58,7 @@ class InFlightExchange(Generic[V]):
         self.group.step_outer_optimizer(self.fragment.index)
 
     def apply_to_replica(self, stepped: bool) -> None:
-        """Pull the replica.
-
-        Args:
-            stepped: the replica has taken local steps since the exchange began.
-        """
+        """Pull the replica, which may have ``stepped`` since the exchange began."""
         self.wait_and_update_center()
         group = self.group
         if not group.algorithm.reads_after:

@@ -118,10 +118,7 @@ class CollectiveTracker:
     def wait_for(self, number: int, done: Callable[[], bool], longest: float = _LONGEST) -> None:
         """Wait, sleeping between polls, until a collective is done.
 
-        Args:
-            number: the number that :meth:`start_collective` returned.
-            done: returns whether the collective is done.
-            longest: longest polling interval in seconds; 0: no sleep, if polling is what moves data.
+        Polls are at most ``longest`` seconds apart; 0: no sleep, if polling is what moves data.
 
         Raises:
             Exception: :attr:`Wait.error`, if it was set meanwhile.
@@ -331,12 +328,7 @@ class StallQuery:
         return [rank for rank in self.missing() if rank in self.answers and not self.answers[rank].seconds > 0]
 
     def report(self, now: float, one_host: bool) -> str:
-        """Return a description of the missing ranks.
-
-        Args:
-            now: current time, in seconds of the monotonic clock.
-            one_host: whether all ranks are on this host.
-        """
+        """Return a description of the missing ranks at a time of the monotonic clock."""
         tracker = self.tracker
         waited = f"Rank {tracker.rank} has waited {_seconds(now - self.wait.since)} in {tracker.place()}"
         if not tracker.peers:

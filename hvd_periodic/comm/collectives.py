@@ -128,10 +128,7 @@ MAX_BYTES = 2**30
 def gather_objects(value: object, allgather: Callable[[np.ndarray, str], np.ndarray], name: str) -> list[Any]:
     """Return the picklable values of all ranks, in rank order, sent in as many pieces as necessary.
 
-    Args:
-        value: this rank's value.
-        allgather: returns the concatenated arrays of all ranks, whose sizes may differ.
-        name: prefix of the names of collectives.
+    ``allgather`` returns the concatenated arrays of all ranks, whose sizes may differ.
     """
     data = pickled(value)
     sizes = np.asarray(allgather(np.array([data.size], dtype=np.int64), f"{name}.sizes"))

@@ -169,11 +169,7 @@ _CALLS = {
 
 
 def describe_conflict(records: Sequence[Record], numbers: Sequence[int]) -> str | None:
-    """Return an error message that names the calls in which ranks wait, if these conflict; else None.
-
-    Args:
-        records: records of all ranks in the handshake.
-        numbers: the global ranks of these.
+    """Return an error message that names the calls in which global ranks wait, if these conflict; else None.
 
     Example:
         >>> print(describe_conflict([Record(2, 1, local_steps=6), Record(2, 2, local_steps=8)], [1, 3]).split(":")[0])

@@ -207,10 +207,7 @@ def depart() -> None:
 
 
 def ranks_of_host(hvd: Any) -> range:
-    """Return the current ranks of this host; local.
-
-    Args:
-        hvd: Horovod's module of a framework; None if Horovod is not initialized.
+    """Return the current ranks of this host; local. ``hvd`` is Horovod's module, or None if that is not initialized.
 
     Raises:
         RuntimeError: Horovod is not initialized, and this process is one of several.
@@ -229,10 +226,6 @@ _registered: dict[tuple[str, tuple[int, ...]], Any] = {}
 
 def register(hvd: Any, ranks: list[int]) -> Any:
     """Return the process set of some ranks; collective among all ranks of the job.
-
-    Args:
-        hvd: Horovod's module of a framework.
-        ranks: all ranks, or some of them.
 
     Raises:
         RuntimeError: Horovod was initialized without dynamic process sets.

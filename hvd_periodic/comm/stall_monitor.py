@@ -337,9 +337,6 @@ _lock = threading.Lock()
 def stall_monitor(one_host: bool) -> StallMonitor | None:
     """Return the stall monitor of this process, started on first use; None if this host allows none.
 
-    Args:
-        one_host: whether all ranks of the job are on this host.
-
     Raises:
         ValueError: the environment sets something other than a number of seconds.
     """
@@ -359,11 +356,6 @@ def monitor_address(
     tracker: CollectiveTracker, one_host: bool, store: Callable[[], Any] = lambda: None
 ) -> tuple[np.ndarray | None, Exception | None]:
     """Return the address of this process's stall monitor, after this rank has left a mark that it has arrived.
-
-    Args:
-        tracker: tracker of the ranks that will learn the address.
-        one_host: whether all ranks of the job are on this host.
-        store: returns the store for marks of arrival; None: the launcher's.
 
     Returns:
         the address, or None if this host allows no monitor; and the error that keeps this rank from going on, if any.

@@ -49,9 +49,7 @@ class FullCenter:
 def start_from_center(synchronizer: ReplicaSynchronizer[Any], whole: FullCenter | None) -> None:
     """Set the replica of a joining rank, which already has the others' center and counters, to the center; local.
 
-    Args:
-        synchronizer: the synchronizer of this rank.
-        whole: the full center, if no rank holds all of it.
+    ``whole`` is the full center, if no rank holds all of it.
     """
     own = synchronizer.checkpoint.save_own
     synchronizer.startup.start_from_center(None if whole is None else whole.within(own()))
@@ -86,11 +84,8 @@ def start_from_saved_center(levels: Sequence[ReplicaSynchronizer[Any]], state: M
 def merge_group_centers(synchronizer: ReplicaSynchronizer[Any], trained: Collection[int]) -> None:
     """Give the ranks of a lockstep group one center: that of its first rank that has trained, else its first replica.
 
-    Replicas do not change; the replica of a rank that has joined is the center of all ranks.
-
-    Args:
-        synchronizer: the synchronizer of this rank, of a lockstep group; it already has the counters of the others.
-        trained: the ranks that have trained.
+    Replicas do not change. A rank that has joined already has the counters of the others, and its replica is the
+    center of all ranks.
     """
     membership = synchronizer.membership
     places = membership.communicator.select(range(membership.communicator.handshake_group.size))
@@ -129,12 +124,7 @@ def own_share(synchronizer: ReplicaSynchronizer[Any]) -> Share:
 
 
 def assemble(synchronizer: ReplicaSynchronizer[Any], shares: Mapping[int, Share]) -> FullCenter:
-    """Assemble the full center from shards; local.
-
-    Args:
-        synchronizer: the synchronizer of the same tensors, now on any number of ranks.
-        shares: all non-empty shards, by the rank that held them.
-    """
+    """Assemble the full center from all shards that are not empty, by the rank that held them; local."""
     vectors: dict[str, Vectors] = {}
     for group in synchronizer.tensor_groups:
         if group.placement.everywhere:

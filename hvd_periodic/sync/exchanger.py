@@ -260,12 +260,8 @@ class TakeoverState:
 def reset_to_center(groups: TensorGroups[V], context: ExchangeContext[V], problem: str | None) -> None:
     """Reset a rank with a non-finite replica to the centers, and its local optimizer to a new state.
 
-    Collective, unless every rank can read the centers by itself.
-
-    Args:
-        groups: the exchanged tensors.
-        context: the context of the exchange.
-        problem: what is not finite here; None on ranks that only help to read the centers.
+    Collective, unless every rank can read the centers by itself. ``problem`` says what is not finite here; it is None
+    on ranks that only help to read the centers.
     """
     membership = context.membership
     for group in groups:

@@ -155,12 +155,7 @@ class Handshake:
     def handshake_with(
         self, purpose: Purpose, own: LocalStatus, piggyback: np.ndarray | None = None
     ) -> tuple[list[Record], list[np.ndarray]]:
-        """Run a handshake; return the records and the piggybacked integers of all ranks.
-
-        Args:
-            purpose: the call in which this rank is.
-            own: the status of this rank.
-            piggyback: integers to send along with the record.
+        """Run a handshake in a call; return the records and the piggybacked integers of all ranks.
 
         Raises:
             RuntimeError: a rank cannot continue, or ranks are in different calls; raised on all ranks.
@@ -209,11 +204,7 @@ class Handshake:
             self.background_save = None
 
     def check_same_call(self, purpose: Purpose, problem: str | None = None) -> None:
-        """Check that all ranks are in the same call, before its data travels.
-
-        Args:
-            purpose: the call in which this rank is.
-            problem: why this rank cannot continue, if it cannot.
+        """Check that all ranks are in the same call, before its data travels, and that none has a problem.
 
         Raises:
             RuntimeError: ranks are in different calls, or one cannot continue; raised on all ranks.

@@ -30,9 +30,7 @@ class Plan:
 def agreed_clock(records: Sequence[Record], clock: Clock) -> Clock:
     """Return the clock completed from records: the leading rank's learning rate, the slowest step time, the mean loss.
 
-    Args:
-        records: records of the ranks that train, or of all ranks if none does any more.
-        clock: the clock with the fields that all ranks know: step, round, period and memory.
+    The records are those of the ranks that train, or of all ranks if none does any more.
 
     Example:
         >>> from hvd_periodic import Clock
@@ -47,9 +45,7 @@ def agreed_clock(records: Sequence[Record], clock: Clock) -> Clock:
 def merge_clocks(clock: Clock, of_all: Sequence[Clock]) -> Clock:
     """Return one clock for several sets of ranks that must exchange together, as their members average gradients.
 
-    Args:
-        clock: the clock of this set of ranks.
-        of_all: the clocks of all ranks, in the same order on all ranks.
+    It has this set's step, round, period and memory, and the rest from ``of_all``, in the same order on all ranks.
 
     Example:
         >>> merge_clocks(Clock(loss=1.0), [Clock(loss=1.0, step_seconds=0.5), Clock(loss=3.0, step_seconds=0.25)])

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Journal:
     """Return the journal of a rank, which writes log lines on the root if they would be shown, and a run log if asked.
 
-    Args:
-        membership: returns the membership of this rank.
-        folder: folder of the run log; None: no run log.
-
     Raises:
         OSError: the folder cannot be created or written to.
     """

@@ -163,9 +163,6 @@ def warn_of_former(synchronizer: Any) -> None:
     """Warn on the root if another living synchronizer of the same parameters has steps since its last exchange.
 
     A new synchronizer starts all ranks from the root's parameters, so that the other ranks lose these steps.
-
-    Args:
-        synchronizer: the synchronizer that is about to start.
     """
     with _lock:
         living = [former for former in (reference() for reference in _started) if former is not None]
@@ -271,8 +268,7 @@ class Startup(Generic[V]):
     def start_from_center(self, state: Mapping[str, Any] | None = None) -> None:
         """Set this rank's replica to the center, which it has taken over together with the counters.
 
-        Args:
-            state: a state with the center in full, if no rank holds all of it.
+        ``state`` has the center in full, if no rank holds all of it.
         """
         replica = self._context.exchanged.replica
         self._exchanger.discard()

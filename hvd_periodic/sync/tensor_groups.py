@@ -106,9 +106,6 @@ class TensorGroups(Generic[V]):
     def audit(self, advice: str = ADVICE) -> None:
         """Check that the replicated centers are bitwise equal on all ranks; collective.
 
-        Args:
-            advice: what a user may have forgotten if they differ.
-
         Raises:
             RuntimeError: the centers differ; names the ranks and the first tensor.
         """

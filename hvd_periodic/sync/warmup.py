@@ -39,13 +39,7 @@ class SynchronousWarmup:
 def schedule_around(
     averaged: JobCommunicator | None, communicator: Communicator, schedule: Schedule, asynchronous: bool
 ) -> Schedule:
-    """Return the schedule of exchanges, which start after a warmup over the same ranks has ended.
-
-    Args:
-        averaged: the ranks whose gradients are averaged; None if no gradients are.
-        communicator: the ranks that exchange.
-        schedule: the requested schedule.
-        asynchronous: whether the exchange is asynchronous.
+    """Return the schedule of exchanges; if the same ranks average their gradients, they begin after that warmup.
 
     Raises:
         ValueError: the exchanging ranks average their gradients at every step, so that no exchange changes anything; or
