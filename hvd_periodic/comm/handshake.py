@@ -108,18 +108,14 @@ def integers(record: Record) -> list[int]:
     return list(_INTEGERS.unpack(_VALUES.pack(*numbers)))
 
 
-def _record(packed: Sequence[int]) -> Record:
-    """Return the record that :func:`integers` was given."""
-    values: list[Any] = [None if math.isnan(value) else value for value in _VALUES.unpack(_INTEGERS.pack(*packed))]
-    return Record(*values)
-
-
 def unpack_records(gathered: Sequence[int] | np.ndarray) -> tuple[list[Record], list[np.ndarray]]:
-    """Return the records and piggybacked integers of all ranks, given all their integers, concatenated."""
+    """Return the records that :func:`integers` was given and the piggybacked integers, given all of them in a row."""
     width, rest = len(_CODES), np.asarray(gathered, np.int64)
     records, piggybacks = [], []
     while rest.size:
-        record = _record(rest[:width].tolist())
+        numbers = _VALUES.unpack(_INTEGERS.pack(*rest[:width].tolist()))
+        values: list[Any] = [None if math.isnan(number) else number for number in numbers]
+        record = Record(*values)
         records.append(record)
         piggybacks.append(rest[width : width + record.piggyback_length])
         rest = rest[width + record.piggyback_length :]

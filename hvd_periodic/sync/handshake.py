@@ -139,10 +139,9 @@ class Handshake:
         self.ready_at = self.wait_seconds = 0.0
         self._warned = False
 
-    def meet(self, purpose: Purpose, problem: str | None = None) -> list[Record]:
+    def meet(self, purpose: Purpose) -> list[Record]:
         """Return the records of all ranks; as :meth:`handshake_with`."""
-        own = self.local_status()
-        return self.handshake_with(purpose, replace(own, problem=problem or own.problem))[0]
+        return self.handshake_with(purpose, self.local_status())[0]
 
     def local_status(self) -> LocalStatus:
         """Return the status of this rank; if its learning rate cannot be read, that is its problem."""
@@ -190,11 +189,6 @@ class Handshake:
         """Notify the followers that an exchange was run or applied to the replica."""
         for follow in self.followers:
             follow()
-
-    def complete_background_save(self) -> None:
-        """Complete a background save at the end of training of all levels."""
-        if self.background_save is not None:
-            self.background_save.complete()
 
     def rejoin(self) -> None:
         """Start over with a new set of ranks; abandon a background save of the previous ones."""

@@ -379,7 +379,8 @@ class ReplicaSynchronizer(Generic[V]):
         self.exchanger.check_alive()
         self.begin(CallPoint.END)
         self.exchanger.leave()
-        self.handshake.complete_background_save()
+        if self.handshake.background_save is not None:
+            self.handshake.background_save.complete()
         self.tell_end()
 
     def audit(self) -> None:
