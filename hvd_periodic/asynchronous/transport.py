@@ -81,8 +81,6 @@ class MemoryTransport(Transport):
         center: np.ndarray | None = None,
     ) -> None:
         shares = [part.layout for part in parts]
-        self._count = sum(len(share.buckets) for share in shares)
-        self._optimized = len(shares[0].buckets) if parts[0].optimized else 0
         self._optimizer = optimizer
         self._use_locking = use_locking
         header = 8 * _HEADER
@@ -96,6 +94,7 @@ class MemoryTransport(Transport):
         buffer = self._memory.buffer
         self._header = buffer[:header].view(np.int64)
         self._center = CenterInMemory(parts, shares, buffer[header:end] if center is None else center)
+        self._count, self._optimized = len(self._center.buckets), self._center.optimized
         self._state = [
             buffer[start : start + size].view(dtype).reshape(shape)
             for (shape, dtype), size, start in zip(shapes, sizes, offsets[:-1], strict=True)

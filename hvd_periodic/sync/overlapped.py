@@ -80,9 +80,8 @@ class Overlapped(Synchronous[V]):
 
     def exchange(self, leaving: bool = False) -> bool:
         """Apply the exchange in flight, then exchange."""
-        if (
-            self.context.handshake.fatal_error is None
-        ):  # Otherwise the handshake reports the failure to the other ranks.
+        # After a failure, the handshake reports it to the other ranks.
+        if self.context.handshake.fatal_error is None:
             self.land()
         before = self.context.progress.counters
         training = super().exchange(leaving)

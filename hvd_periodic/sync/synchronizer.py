@@ -171,10 +171,8 @@ class ReplicaSynchronizer(Generic[V]):
         outer = cast(CloneableOptimizer, outer).per_fragment(cut) if outer is not None and len(cut) > 1 else outer
         self.policy = as_local_state(optimizer_state)
         schedule = by_fragments(as_schedule(schedule, "schedule"), len(cut))
-        self.replica, self.exchanged = (
-            replica,
-            ExchangeSpec(replica, exchanger.suited(algorithm, communicator.size), outer, rates),
-        )
+        self.replica = replica
+        self.exchanged = ExchangeSpec(replica, exchanger.suited(algorithm, communicator.size), outer, rates)
         exchanger.check(schedule, self.policy)
         self.algorithm = self.exchanged.algorithm
         if weight is not None and not self.algorithm.takes_mean:
@@ -381,7 +379,7 @@ class ReplicaSynchronizer(Generic[V]):
         self.exchanger.leave()
         if self.handshake.background_save is not None:
             self.handshake.background_save.complete()
-        self.tell_end()
+        self.journal.ended(to_counts(self.counters))
 
     def audit(self) -> None:
         """Check that all ranks hold the same center, bit by bit; collective.
@@ -498,10 +496,6 @@ class ReplicaSynchronizer(Generic[V]):
     @learning_rate.setter
     def learning_rate(self, learning_rate: Callable[[], Any] | None) -> None:
         self.progress.learning_rate = learning_rate
-
-    def tell_end(self) -> None:
-        """Report the end of training to the journal."""
-        self.journal.ended(to_counts(self.counters))
 
     @property
     def begun(self) -> bool:

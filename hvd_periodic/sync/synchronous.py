@@ -216,14 +216,9 @@ class Synchronous(Exchanger[V]):
     def _moved_uncounted(self) -> str | None:
         """Return a message if this rank leaves without any counted step, but its parameters differ from the center."""
         counters = self.context.progress.counters
-        if (
-            counters.local_steps > 0
-            or counters.rounds > 0
-            or not self.placement.everywhere
-            or self.context.warmup.active
-        ):
+        if counters.local_steps > 0 or counters.rounds > 0 or self.context.warmup.active:
             return None
-        if not self.tensor_groups.distance() > 0:
+        if not self.placement.everywhere or not self.tensor_groups.distance() > 0:
             return None
         return (
             "The parameters have moved, but no step was counted: call step() of the wrapper or the synchronizer; "
