@@ -73,7 +73,7 @@ class ExchangeContext(Generic[V]):
 
 
 class Exchanger(ABC, Generic[V]):
-    """Runs exchanges and owns the centers.
+    """Runs exchanges and owns the centers. What has a default here holds where ranks wait for each other.
 
     Args:
         context: collaborators and settings.
@@ -94,13 +94,14 @@ class Exchanger(ABC, Generic[V]):
     worker: Worker | None = None
 
     @classmethod
-    @abstractmethod
     def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
         """Return the variant of the algorithm for this kind of exchange among ``size`` ranks.
 
         Raises:
             ValueError: the algorithm has no such variant, or its rates make no sense.
         """
+        algorithm.check(size)
+        return algorithm
 
     @classmethod
     def check(cls, schedule: Schedule, policy: LocalState) -> None:
@@ -141,9 +142,9 @@ class Exchanger(ABC, Generic[V]):
         """Set the centers to the values of this rank; collective."""
         self.tensor_groups.reset()
 
-    @abstractmethod
     def first_plan(self, records: Sequence[Record]) -> Plan:
         """Return the plan of the first exchange, given all ranks' records."""
+        return self.context.planner.first_plan(records)
 
     def report(self, loss: Any) -> None:
         """Note a loss of this rank; tell the other ranks if it is not finite.

@@ -7,7 +7,6 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from hvd_periodic.sync.exchanger import Exchanger
 
 
-def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Journal:
+def new_journal(membership: Membership, folder: Path | None) -> Journal:
     """Return the journal of a rank, which writes log lines on the root if they would be shown, and a run log if asked.
 
     Raises:
@@ -36,9 +35,9 @@ def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Jo
     listeners: list[Listener] = []
     set_up()
     if logger.isEnabledFor(logging.INFO):
-        listeners.append(LogListener(lambda: membership().is_root, lambda: membership().number_among_several))
+        listeners.append(LogListener(lambda: membership.is_root, lambda: membership.number_among_several))
     if folder is not None:
-        listeners.append(RunLog(folder, lambda: (membership().global_rank, membership().number, membership().name)))
+        listeners.append(RunLog(folder, lambda: (membership.global_rank, membership.number, membership.name)))
     return Journal(listeners)
 
 

@@ -192,7 +192,7 @@ class ReplicaSynchronizer(Generic[V]):
         if reset is not None:
             reset.learn_start()
         self.run_log = requested_folder(run_log)
-        self.journal = journal or new_journal(lambda: self.membership, self.run_log)
+        self.journal = journal or new_journal(self.membership, self.run_log)
         context = ExchangeContext(
             self.exchanged,
             self.membership,

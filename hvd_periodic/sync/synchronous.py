@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
-from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.arguments import described
 from hvd_periodic.centers import Placement, Replicated
 from hvd_periodic.centers.tensor_group import TensorGroup
@@ -17,7 +15,6 @@ from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverStat
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.fragment_plan import DueFragments, FragmentExchange, FragmentPlan, SinceLastSync
 from hvd_periodic.sync.piggyback import PiggybackedMessages
-from hvd_periodic.sync.planner import Plan
 from hvd_periodic.sync.reporting import report_exchange, with_distance
 from hvd_periodic.sync.status import GlobalStatus, LocalStatus, ScheduleState
 from hvd_periodic.sync.tensor_groups import TensorGroups
@@ -39,12 +36,6 @@ class Synchronous(Exchanger[V]):
     """Local steps continue while an exchange is in flight."""
     advice = ADVICE
     """What a user may have forgotten where centers differ."""
-
-    @classmethod
-    def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
-        """Return the algorithm, after a check of its rates for ``size`` ranks."""
-        algorithm.check(size)
-        return algorithm
 
     def __init__(self, context: ExchangeContext[V], place: type[Placement], use_locking: bool) -> None:
         membership, exchanged = context.membership, context.exchanged
@@ -90,10 +81,6 @@ class Synchronous(Exchanger[V]):
             "weight": "not given" if context.handshake.weight.given is None else "given",
             "audit_every": context.audit_every,
         }
-
-    def first_plan(self, records: Sequence[Record]) -> Plan:
-        """Return the plan of the first exchange, the same on all ranks."""
-        return self.context.planner.first_plan(records)
 
     def tell_failure(self, error: Exception) -> None:
         """Enter the handshake in which the other ranks wait for this one; they learn of the failure there."""
