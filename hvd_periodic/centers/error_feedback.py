@@ -33,7 +33,7 @@ class ErrorFeedback(Generic[V]):
         replica: provides the verbs of the front end, and memory.
         algorithm: determines how messages are reduced, and whether their residuals are kept here or in the replica.
         wire: encoding of the messages.
-        communicator: the ranks, if the wire may form sums on them.
+        communicator: the ranks, on which the wire may form sums.
         overlapped: local steps continue while messages are in flight.
 
     Attributes:
@@ -53,7 +53,7 @@ class ErrorFeedback(Generic[V]):
         replica: Replica[V],
         algorithm: Algorithm,
         wire: Wire,
-        communicator: Communicator | None,
+        communicator: Communicator,
         overlapped: bool,
     ) -> None:
         self.wire, self._placement, self._replica, self._reduction = wire, placement, replica, algorithm.reduction
@@ -64,8 +64,7 @@ class ErrorFeedback(Generic[V]):
         self.second_hop_residual: Store[V] | None = None
         self.second_hop_key = ""
         self._name, self._layout, self._lasting = name, layout, overlapped
-        if communicator is not None:
-            self.join(communicator)
+        self.join(communicator)
 
     def join(self, communicator: Communicator) -> None:
         """Form sums for these ranks, if the wire forms any; the residual is lost if their number has changed."""

@@ -52,17 +52,8 @@ class Asynchronous(Exchanger[V]):
         shared = [ExchangedTensors(kind.values.layout, kind.algorithm) for kind in tensors]
         shared[0] = replace(shared[0], optimized=exchanged.outer is not None)
         outer, sharded = exchanged.center_optimizer, issubclass(place, Sharded)
-        self.worker = Worker(
-            membership.communicator,
-            exchanged.replica,
-            outer,
-            shared,
-            membership.root,
-            sharded,
-            use_locking,
-            context.center_file,
-        )
-        groups = exchanged.groups(tensors, self.worker.placements)
+        self.worker = Worker(membership, exchanged.replica, outer, shared, sharded, use_locking, context.center_file)
+        groups = exchanged.groups(tensors, self.worker.placements, membership)
         for group in groups:
             _refuse_state(group)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
@@ -79,11 +70,7 @@ class Asynchronous(Exchanger[V]):
 
     def open(self) -> None:
         """Create the center and connect to it."""
-        self.worker.open(self.context.membership.number)
-
-    def join(self) -> None:
-        """Give the worker the current communicator; call it before :meth:`open`."""
-        self.worker.communicator = self.context.membership.communicator
+        self.worker.open()
 
     def restart(self) -> None:
         """Set the center to the root's values."""

@@ -14,12 +14,12 @@ from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.comm.agreement import agree, build_on_all
 from hvd_periodic.comm.handshake import Record
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.journal import Journal
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.handshake import Handshake
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.optimizer_state import OptimizerState, OptimizerStateExchange
 from hvd_periodic.sync.planner import Plan, Planner, forecast
 from hvd_periodic.sync.progress import ProgressTracker
@@ -264,10 +264,9 @@ def reset_to_center(groups: TensorGroups[V], context: ExchangeContext[V], proble
     Collective, unless every rank can read the centers by itself. ``problem`` says what is not finite here; it is None
     on ranks that only help to read the centers.
     """
-    membership = context.membership
     for group in groups:
         for bucket in group.values.layout.buckets:
-            center = group.fetch(membership.communicator, bucket, membership.name)
+            center = group.fetch(bucket)
             if problem is not None:
                 group.start_from(bucket, center)
     if problem is None:
@@ -275,7 +274,7 @@ def reset_to_center(groups: TensorGroups[V], context: ExchangeContext[V], proble
     if context.local_optimizer is not None:
         context.local_optimizer.reset()
     text = "Rank %d is excluded from an exchange and reset to the center: %s"
-    membership.log.warning(text, membership.global_rank, problem)
+    context.membership.log.warning(text, context.membership.global_rank, problem)
 
 
 def check_agreement(exchanger: Exchanger[Any], policy: LocalState) -> None:

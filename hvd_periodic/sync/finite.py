@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.replica import Replica
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.wires.base import Wire
 

@@ -7,9 +7,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.replica import Replica
 from hvd_periodic.sync.exchanger import Exchanger
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.tensor_groups import TensorGroups
 
 V = TypeVar("V")

@@ -16,10 +16,10 @@ from hvd_periodic.arguments import require_real
 from hvd_periodic.checkpoints.saving import Saving
 from hvd_periodic.comm.agreement import agree
 from hvd_periodic.comm.handshake import Purpose, Record, leading
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.options import WeightLike
 from hvd_periodic.outer.framework import Hyperparameters
 from hvd_periodic.ranks import named
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.optimizer_state import OptimizerStateExchange
 from hvd_periodic.sync.planner import Planner, agreed_clock
 from hvd_periodic.sync.progress import ProgressTracker

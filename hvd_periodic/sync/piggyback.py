@@ -10,9 +10,9 @@ import numpy as np
 
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.handshake import Purpose, Record
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.replica import Replica
 from hvd_periodic.sync.fragment_plan import DueFragments
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.vectors.layout import Bucket
 

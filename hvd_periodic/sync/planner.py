@@ -9,8 +9,8 @@ from typing import Any
 
 from hvd_periodic.comm.agreement import raise_on_all
 from hvd_periodic.comm.handshake import Purpose, Record, leading
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.schedules.base import Clock, Schedule, next_exchange
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.status import GlobalStatus, LocalStatus
 
 

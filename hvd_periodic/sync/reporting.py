@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.arguments import described
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.journal import Journal, Listener
 from hvd_periodic.journal.base import Counts, Facts
 from hvd_periodic.journal.files import RunLog
 from hvd_periodic.journal.lines import LogListener
 from hvd_periodic.logs import logger, set_up
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.status import Counters, LocalStatus
 from hvd_periodic.version import __version__
 

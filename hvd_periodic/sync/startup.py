@@ -12,11 +12,11 @@ from typing import Any, Generic, TypeVar
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.handshake import Purpose, Record
+from hvd_periodic.comm.membership import broadcaster
 from hvd_periodic.ranks import by_value, named, titled
 from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.exchanger import Exchanger, TakeoverState
 from hvd_periodic.sync.gradients import Assigned
-from hvd_periodic.sync.membership import broadcaster
 from hvd_periodic.sync.reporting import report_start
 
 

@@ -13,6 +13,7 @@ from hvd_periodic.arguments import require_int
 from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.journal import Journal
 from hvd_periodic.journal.files import requested_folder
 from hvd_periodic.local_state import LocalStateLike, as_local_state
@@ -30,7 +31,6 @@ from hvd_periodic.sync.finite import RAISE, SKIP, as_nonfinite
 from hvd_periodic.sync.fragment_plan import by_fragments
 from hvd_periodic.sync.gradients import Gradients
 from hvd_periodic.sync.handshake import Handshake, Weight
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.optimizer_state import OptimizerState, state_exchange
 from hvd_periodic.sync.overlapped import Overlapped, as_overlap
 from hvd_periodic.sync.planner import Planner

@@ -50,7 +50,7 @@ class Synchronous(Exchanger[V]):
                 f"`compression` is for sums over ranks, and {type(exchanged.algorithm).__name__} takes another "
                 f"reduction. Received: compression={context.wire!r}"
             )
-        groups = exchanged.groups(tensors, placements, self.overlapped, context.wire, membership.communicator)
+        groups = exchanged.groups(tensors, placements, membership, self.overlapped, context.wire)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.piggyback = PiggybackedMessages(self.tensor_groups, exchanged.replica, membership)
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
@@ -65,7 +65,7 @@ class Synchronous(Exchanger[V]):
     def join(self) -> None:
         """Exchange with the current members; bind the outer optimizer again if this rank's shard has changed."""
         membership, replica = self.context.membership, self.context.exchanged.replica
-        moved = [group.join(membership.communicator, membership.root) for group in self.tensor_groups]
+        moved = [group.join() for group in self.tensor_groups]
         self.piggyback = PiggybackedMessages(self.tensor_groups, replica, membership)
         if moved[0]:
             self._bind()
@@ -173,11 +173,9 @@ class Synchronous(Exchanger[V]):
             groups.audit()
         else:
             if due.completes:
-                last, membership = due.turns[-1].exchange, context.membership
+                last = due.turns[-1].exchange
                 if agreed.states_are_there and context.optimizer_state is not None:
-                    sent += context.optimizer_state.exchange(
-                        membership.communicator, last, due.periods, membership.name
-                    )
+                    sent += context.optimizer_state.exchange(last, due.periods)
                 sent += groups.exchange_statistics(last)
             sent += sum(self._send(turn, agreed.step, agreed.training) for turn in due.turns)
         self._constrain()
@@ -191,8 +189,7 @@ class Synchronous(Exchanger[V]):
 
     def _send(self, turn: FragmentExchange, step: int, training: bool) -> int:
         """Exchange a fragment of the parameters at a step; return the bytes handed to collectives."""
-        communicator, name = self.context.membership.communicator, self.context.membership.name
-        return self.tensor_groups.parameters.exchange(communicator, turn.exchange, name, turn.fragment)
+        return self.tensor_groups.parameters.exchange(turn.exchange, turn.fragment)
 
     def leave(self) -> None:
         """Take part in the exchanges of the others until all are done."""

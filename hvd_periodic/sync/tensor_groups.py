@@ -17,10 +17,9 @@ from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.agreement import ADVICE, audit
-from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.outer.framework import Hyperparameters, NoOuterOptimizer, OuterOptimizer
 from hvd_periodic.replica import Replica
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import Store
 from hvd_periodic.wires.base import Wire
@@ -68,11 +67,9 @@ class TensorGroups(Generic[V]):
         Statistics were not averaged as long as gradients were.
         """
         self.reset()
-        membership = self._membership
         for group in self.statistics:
-            self.send_store(group.center, membership.broadcaster(f"{group.name}.restart"))
-            alone = Exchange(membership.communicator.size, 1, 1)
-            group.exchange(membership.communicator, alone, membership.name)
+            self.send_store(group.center, self._membership.broadcaster(f"{group.name}.restart"))
+            group.exchange(Exchange(self._membership.communicator.size, 1, 1))
 
     def give_values(self) -> None:
         """Give all ranks the root's parameters, statistics and constants."""
@@ -100,8 +97,7 @@ class TensorGroups(Generic[V]):
 
     def exchange_statistics(self, exchange: Exchange) -> int:
         """Exchange the statistics; return the bytes handed to collectives."""
-        communicator, name = self._membership.communicator, self._membership.name
-        return sum(group.exchange(communicator, exchange, name) for group in self.statistics)
+        return sum(group.exchange(exchange) for group in self.statistics)
 
     def audit(self, advice: str = ADVICE) -> None:
         """Check that the replicated centers are bitwise equal on all ranks; collective.
@@ -141,7 +137,7 @@ class TensorGroups(Generic[V]):
         group, replica, total = self.parameters, self._replica, 0.0
         for bucket in group.values.layout.buckets:
             x = group.values.read(bucket, out=replica.scratch(bucket, 0))
-            center = group.fetch(self._membership.communicator, bucket, self._membership.name)
+            center = group.fetch(bucket)
             d = replica.space.sub(x, center, out=replica.scratch(bucket, 1))
             total += replica.space.dot(d, d)
         return total**0.5
@@ -221,9 +217,9 @@ class ExchangeSpec(Generic[V]):
         self,
         tensors: Sequence[Tensors],
         placements: Sequence[Placement],
+        membership: Membership,
         overlapped: bool = False,
         wire: Wire = Plain(),  # noqa: B008
-        communicator: Communicator | None = None,
     ) -> list[TensorGroup[V]]:
         """Return the groups with their centers, each with its placement.
 
@@ -237,11 +233,11 @@ class ExchangeSpec(Generic[V]):
                 *parameters[0],
                 self.replica,
                 parameters[1],
+                membership,
                 self.outer,
                 rates,
-                overlapped=overlapped,
-                wire=wire,
-                communicator=communicator,
+                overlapped,
+                wire,
             ),
-            *(TensorGroup(*kind, self.replica, placement) for kind, placement in statistics),
+            *(TensorGroup(*kind, self.replica, placement, membership) for kind, placement in statistics),
         ]

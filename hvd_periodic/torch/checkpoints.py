@@ -13,9 +13,8 @@ import torch
 
 from hvd_periodic.checkpoints import Saving
 from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
-from hvd_periodic.comm.training_group import TrainingGroup
+from hvd_periodic.comm.membership import TrainingGroup, ranks_of_levels
 from hvd_periodic.elastic.shards import start_from_saved_center
-from hvd_periodic.sync.membership import ranks_of_levels
 from hvd_periodic.torch.model import original_name
 from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import INSIDE_KEY, STATE_KEY, PeriodicOptimizer

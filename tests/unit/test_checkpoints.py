@@ -29,8 +29,8 @@ from hvd_periodic.checkpoints.files import read_content, write_content
 from hvd_periodic.checkpoints.resuming import resume
 from hvd_periodic.checkpoints.saving import SavePoint, require_complete
 from hvd_periodic.checkpoints.sets import sets_in
+from hvd_periodic.comm.membership import TrainingGroup
 from hvd_periodic.comm.threads import ThreadCommunicator
-from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from tests.helpers import errors, outcomes, run_ranks
 

@@ -14,7 +14,7 @@ from hvd_periodic.centers import Placement, placement_of, saved_states, saved_ve
 from hvd_periodic.checkpoints import decode, encode, files, save_set
 from hvd_periodic.checkpoints.files import read_content
 from hvd_periodic.checkpoints.saving import SavePoint
-from hvd_periodic.comm.training_group import TrainingGroup
+from hvd_periodic.comm.membership import TrainingGroup
 from hvd_periodic.numpy import SGD
 from hvd_periodic.vectors.lending import Deferred
 from tests.helpers import NumpyTrainer, errors, random_arrays, run_ranks

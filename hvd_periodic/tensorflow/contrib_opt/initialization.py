@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.sync.membership import Membership
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, value_of
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
