@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from typing import Any
 
 VARIABLE = "HVD_PERIODIC_LOG"
 """Environment variable: ``info`` for a line at the start and a summary at the end, ``debug`` for a line per exchange
@@ -13,6 +14,8 @@ as well; ``warning`` or ``error`` for less. Without it, the script's setup of Py
 _LEVELS = ("debug", "info", "warning", "error")
 
 logger = logging.getLogger("hvd_periodic")
+
+Log = logging.LoggerAdapter[logging.Logger]
 
 _begun: list[bool] = []
 _lock = threading.Lock()
@@ -40,3 +43,21 @@ def set_up() -> None:
         handler.setFormatter(logging.Formatter("[%(asctime)s] hvd_periodic: %(message)s", "%H:%M:%S"))
         logger.addHandler(handler)
         logger.propagate = False
+
+
+def log_of(number: int | None) -> Log:
+    """Return the log of one of several optimizers, whose lines begin with the number of the optimizer.
+
+    Args:
+        number: number of the optimizer; None if there is only one.
+    """
+    return _Named(logger, {"number": number})
+
+
+class _Named(logging.LoggerAdapter[logging.Logger]):
+    """Begins lines with the number of an optimizer, if there is one."""
+
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the line and its keyword arguments."""
+        number = (self.extra or {}).get("number")
+        return (msg if number is None else f"Optimizer {number}: {msg}"), kwargs

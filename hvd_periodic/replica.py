@@ -115,8 +115,8 @@ class Replica(Protocol, Generic[V]):
         """Return, by name, the weights that no exchange touches although the user has not asked for this."""
         return {}
 
-    def some_of(self, tensor: Any, like: Any = None) -> np.ndarray:
-        """Return some elements, spread over a tensor or a tensor of the center; rounded to the dtype of ``like``."""
+    def some_of(self, tensor: Any) -> np.ndarray:
+        """Return some elements, spread over a tensor."""
         return np.zeros(0)
 
     def frozen(self) -> bytes:

@@ -13,7 +13,7 @@ from weakref import finalize
 import numpy as np
 
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors
-from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.membership import Membership
 
 _ALIGNMENT = 64
 _NAMES = {"f4": "F32", "f8": "F64", "i4": "I32", "i8": "I64"}
@@ -31,17 +31,15 @@ class CenterFile:
 
     Args:
         path: path of the file.
-        communicator: the ranks.
-        root: the rank that creates it.
+        membership: the ranks; the root creates it.
         parts: tensors that are exchanged.
 
     Attributes:
         release: makes the path available to other optimizers, once training is over.
     """
 
-    def __init__(self, path: Path, communicator: Communicator, root: int, parts: Sequence[ExchangedTensors]) -> None:
-        self.path = path
-        self._communicator, self._root, self._parts = communicator, root, parts
+    def __init__(self, path: Path, membership: Membership, parts: Sequence[ExchangedTensors]) -> None:
+        self.path, self._membership, self._parts = path, membership, parts
         self._published = False
         self.release: Callable[[], object] = lambda: None
 
@@ -55,19 +53,19 @@ class CenterFile:
         Raises:
             RuntimeError: it cannot be created, or some rank sees another file or none; on all ranks.
         """
-        communicator, problem = self._communicator, ""
+        communicator, root, problem = self._membership.communicator, self._membership.root, ""
         center: np.ndarray | None = None
         header = _header(self._parts, "")
-        if communicator.rank == self._root:
+        if communicator.rank == root:
             try:
                 header = _header(self._parts, uuid.uuid4().hex)
                 center = self._make(header)
             except OSError as error:
                 problem = str(error)
         gathered = communicator.allgather_object((problem, header), f"{name}.made")
-        if everywhere and communicator.rank != self._root and not gathered[self._root][0]:
+        if everywhere and communicator.rank != root and not gathered[root][0]:
             try:
-                center = self._find(gathered[self._root][1])
+                center = self._find(gathered[root][1])
             except OSError as error:
                 problem = str(error)
         problems = communicator.allgather_object(problem, f"{name}.mapped")

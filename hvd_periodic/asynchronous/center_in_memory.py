@@ -56,11 +56,17 @@ class CenterInMemory:
         parts: tensors that are exchanged.
         shares: the layout of this holder's share of each part.
         buffer: ``uint8`` memory of :meth:`nbytes`.
+
+    Attributes:
+        buckets: the share of each bucket.
+        optimized: number of buckets, the first ones, that an outer optimizer moves.
     """
 
     def __init__(self, parts: Sequence[ExchangedTensors], shares: Sequence[Layout], buffer: np.ndarray) -> None:
         self._space = ArraySpace()
-        self._buckets: list[tuple[int, Bucket]] = []
+        self.buckets = [bucket for share in shares for bucket in share.buckets]
+        self._part_of = [index for index, share in enumerate(shares) for _ in share.buckets]
+        self.optimized = len(shares[0].buckets) if parts[0].optimized else 0
         self.parts = list(parts)
         self.centers: list[FlatStore[Any]] = []
         self.total: FlatStore[Any] | None = None
@@ -71,11 +77,10 @@ class CenterInMemory:
             piece = next(pieces)
             return buffer[piece.start : piece.stop].view(kind.split()[0])
 
-        for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
+        for part, share in zip(parts, shares, strict=True):
             self.centers.append(FlatStore(share, arena))
             if part.optimized:
                 self.total = FlatStore(share, arena)
-            self._buckets += [(index, bucket) for bucket in share.buckets]
 
     @staticmethod
     def nbytes(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> int:
@@ -91,23 +96,23 @@ class CenterInMemory:
 
     def read(self, index: int) -> np.ndarray:
         """Return a copy of a bucket."""
-        part, bucket = self._buckets[index]
+        part, bucket = self._part_of[index], self.buckets[index]
         return np.array(self.centers[part].read(bucket))
 
     def write(self, index: int, values: np.ndarray) -> None:
         """Set a bucket."""
-        part, bucket = self._buckets[index]
+        part, bucket = self._part_of[index], self.buckets[index]
         self.centers[part].write(bucket, values)
 
     def set_total(self, index: int, message: np.ndarray, exchange: Exchange) -> None:
         """Store the gradient for the outer optimizer."""
-        part, bucket = self._buckets[index]
+        part, bucket = self._part_of[index], self.buckets[index]
         if self.total is not None:
             self.total.write(bucket, self.parts[part].algorithm.gradient(self._space, message, exchange))
 
     def transact(self, index: int, payload: np.ndarray, exchange: Exchange) -> np.ndarray:
         """Run one transaction; return a copy of the vector that the worker pulls."""
-        part, bucket = self._buckets[index]
+        part, bucket = self._part_of[index], self.buckets[index]
         algorithm, space = self.parts[part].algorithm, self._space
         center = {"center": self.centers[part].read(bucket)}
         before = np.array(algorithm.publish(space, center, exchange)) if algorithm.reads_before else payload
@@ -118,6 +123,11 @@ class CenterInMemory:
         if moved is not center["center"]:
             self.centers[part].write(bucket, moved)
         return np.array(algorithm.publish(space, {"center": moved}, exchange)) if algorithm.reads_after else before
+
+
+def empty(bucket: Bucket) -> np.ndarray:
+    """Return an array for the values of a bucket."""
+    return np.empty(bucket.size, bucket.kind.split()[0])
 
 
 def _pieces(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> Iterator[_Arena]:

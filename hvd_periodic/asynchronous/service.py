@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
-from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors
+from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors, empty
 from hvd_periodic.asynchronous.transport import Transport, bind
 from hvd_periodic.comm.transports import LONG, SHORT, Messages
 from hvd_periodic.outer.framework import OuterOptimizer
@@ -60,9 +60,8 @@ class ServiceTransport(Transport):
         self._requests, self._replies = requests, replies
         self._rank = requests.rank
         self._holders = list(holders)
-        self._bounds = [bounds(bucket) for part in parts for bucket in part.layout.buckets]
-        self._dtypes = [np.dtype(bucket.kind.split()[0]) for part in parts for bucket in part.layout.buckets]
-        self._optimized = len(parts[0].layout.buckets) if parts[0].optimized else 0
+        self._buckets = [bucket for part in parts for bucket in part.layout.buckets]
+        self._bounds = [bounds(bucket) for bucket in self._buckets]
         self._seen = 0
         place = self._holders.index(self._rank) if self._rank in self._holders else None
 
@@ -73,11 +72,9 @@ class ServiceTransport(Transport):
         if center is None:
             center = np.zeros(CenterInMemory.nbytes(parts, shares), np.uint8)
         shard = CenterInMemory(parts, shares, center)
+        self._optimized = shard.optimized
         bind(optimizer, shard)
-        self._service: _Service | None = None
-        if place is not None:
-            sizes = [bounds_of[place][1] - bounds_of[place][0] for bounds_of in self._bounds]
-            self._service = _Service(requests, replies, shard, optimizer, sizes, self._dtypes, self._optimized)
+        self._service = None if place is None else _Service(requests, replies, shard, optimizer)
         where = f"rank {holders[0]}" if len(self._holders) == 1 else "every rank"
         self.description = f"messages to a service thread on {where}"
         requests.barrier()
@@ -95,7 +92,15 @@ class ServiceTransport(Transport):
 
     def read(self, index: int) -> np.ndarray:
         """Ask every holder for its share of a bucket."""
-        return self._gather(index)
+        values = empty(self._buckets[index])
+        for holder, start, stop in self._slices(index):
+            if holder == self._rank:
+                values[start:stop] = self._own.read(index)
+            else:
+                reply = self._replies.receive(values[start:stop], holder, _tag(index) + 1)
+                self._request(holder, _READ, index)
+                self._requests.wait(reply)
+        return values
 
     def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
         """Send every holder its share of all buckets, then the state of the optimizer."""
@@ -209,18 +214,6 @@ class ServiceTransport(Transport):
                 requests.append(self._requests.send(payload[start:stop], holder, _tag(index)))
         return requests
 
-    def _gather(self, index: int) -> np.ndarray:
-        size = max(stop for _, stop in self._bounds[index])
-        values = np.empty(size, self._dtypes[index])
-        for holder, start, stop in self._slices(index):
-            if holder == self._rank:
-                values[start:stop] = self._own.read(index)
-            else:
-                reply = self._replies.receive(values[start:stop], holder, _tag(index) + 1)
-                self._request(holder, _READ, index)
-                self._requests.wait(reply)
-        return values
-
     def _slices(self, index: int) -> Iterator[tuple[int, int, int]]:
         for holder, (start, stop) in zip(self._holders, self._bounds[index], strict=True):
             if stop > start:
@@ -242,18 +235,12 @@ class _Service:
         replies: Messages,
         center: CenterInMemory,
         optimizer: OuterOptimizer,
-        sizes: list[int],
-        dtypes: list[np.dtype[Any]],
-        optimized: int,
     ) -> None:
         self._center = center
         self._pushes = 0
         self._requests, self._replies = requests, replies
         self._optimizer = optimizer
-        self._sizes = sizes
-        self._dtypes = dtypes
-        self._optimized = optimized
-        self._first = next((i for i in range(optimized) if sizes[i]), -1)
+        self._first = next((i for i in range(center.optimized) if center.buckets[i].size), -1)
         self._stepped = False
         self._exchanges: dict[int, Exchange] = {}
         self._sending: list[tuple[Any, Any]] = []
@@ -286,7 +273,7 @@ class _Service:
                 self._center.set_total(index, message, exchange)
             self._optimizer.step()
             self._stepped = True
-            return [self._center.read(index) for index in range(self._optimized)]
+            return [self._center.read(index) for index in range(self._center.optimized)]
 
     def read(self, index: int) -> np.ndarray:
         """Return a copy of a bucket."""
@@ -309,7 +296,7 @@ class _Service:
             self._stepped = state is not None
             if state is not None:
                 self._optimizer.load(state)
-            elif self._optimized:
+            elif self._center.optimized:
                 self._optimizer.reset()
 
     def _run(self) -> None:
@@ -341,7 +328,7 @@ class _Service:
             self._answer(arrival.source, header)
             return True
         index = (arrival.tag - _PAYLOAD) // 2
-        payload = np.empty(self._sizes[index], self._dtypes[index])
+        payload = empty(self._center.buckets[index])
         arrival.receive(payload)
         if index == self._first:
             self._serve_step(arrival.source, payload)
@@ -351,10 +338,10 @@ class _Service:
 
     def _serve_step(self, source: int, first: np.ndarray) -> None:
         messages = []
-        for index in range(self._optimized):
+        for index in range(self._center.optimized):
             payload = first
             if index != self._first:
-                payload = np.empty(self._sizes[index], self._dtypes[index])
+                payload = empty(self._center.buckets[index])
                 if payload.size:
                     self._requests.wait(self._requests.receive(payload, source, _tag(index)))
             messages.append(payload)
@@ -375,7 +362,7 @@ class _Service:
         elif operation == _STATE:
             self._send(np.frombuffer(pickle.dumps(self.state()), np.uint8), source, _ANSWER)
         elif operation == _WRITE:
-            payload = np.empty(self._sizes[index], self._dtypes[index])
+            payload = empty(self._center.buckets[index])
             self._requests.wait(self._requests.receive(payload, source, _tag(index)))
             self.write(index, payload)
             self._send(np.zeros(1, np.uint8), source, _ANSWER)

@@ -81,37 +81,36 @@ class MemoryTransport(Transport):
         center: np.ndarray | None = None,
     ) -> None:
         shares = [part.layout for part in parts]
-        self._counts = [len(share.buckets) for share in shares]
-        self._optimized = self._counts[0] if parts[0].optimized else 0
         self._optimizer = optimizer
         self._use_locking = use_locking
         header = 8 * _HEADER
         end = header + (CenterInMemory.nbytes(parts, shares) if center is None else 0)
+        sizes = [int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for shape, dtype in shapes]
         offsets = [end + 64]
-        for shape, dtype in shapes:
-            size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        for size in sizes:
             offsets.append(offsets[-1] + -(-size // 64) * 64)
         self._memory = allocate(offsets[-1])
         self.description = self._memory.description
         buffer = self._memory.buffer
         self._header = buffer[:header].view(np.int64)
         self._center = CenterInMemory(parts, shares, buffer[header:end] if center is None else center)
-        self._state = []
-        for (shape, dtype), start in zip(shapes, offsets, strict=False):
-            size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-            self._state.append(buffer[start : start + size].view(dtype).reshape(shape))
+        self._count, self._optimized = len(self._center.buckets), self._center.optimized
+        self._state = [
+            buffer[start : start + size].view(dtype).reshape(shape)
+            for (shape, dtype), size, start in zip(shapes, sizes, offsets[:-1], strict=True)
+        ]
         bind(optimizer, self._center)
         self._seen = 0
 
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Run the transactions in shared memory, bucket by bucket."""
-        with self._memory.lock(sum(self._counts)):
+        with self._memory.lock(self._count):
             pushes = int(self._header[_PUSHES])
             self._header[_PUSHES] += 1
         self.missed, self._seen = pushes - self._seen, pushes + 1
         if self._optimized:
             yield from self._step(payloads, exchange)
-        for index in range(self._optimized, sum(self._counts)):
+        for index in range(self._optimized, self._count):
             payload = next(payloads)
             with self._locked(index):
                 pulled = self._center.transact(index, payload, exchange)
@@ -124,7 +123,7 @@ class MemoryTransport(Transport):
 
     def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
         """Copy all buckets and the state of the optimizer under one lock."""
-        with self._memory.lock(0, sum(self._counts) + 1):
+        with self._memory.lock(0, self._count + 1):
             for index, values in enumerate(buckets):
                 self._center.write(index, values)
             self._header[_STEPPED] = optimizer_state is not None

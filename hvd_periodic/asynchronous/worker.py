@@ -24,10 +24,10 @@ from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.centers.tensor_group import TensorGroup, all_buckets
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import depart
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.comm.process_end import end_now
 from hvd_periodic.comm.stall_monitor import announce_leaving
 from hvd_periodic.comm.transports import NoSharedMemoryError
-from hvd_periodic.journal.lines import Log, log_of
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.ranks import titled
 from hvd_periodic.replica import Replica
@@ -81,11 +81,10 @@ class Worker:
     involve this rank alone, unless they say otherwise.
 
     Args:
-        communicator: all workers.
+        membership: all workers, and the root, which holds the center, and starts and restores it.
         replica: replica of this rank.
         outer: optimizer that moves the center, if one does.
         parts: tensors that are exchanged.
-        root: the rank that holds the center, and starts and restores it.
         sharded: every rank holds one n-th of the center, unless the center is in memory that all ranks share.
         use_locking: whether transactions in shared memory exclude each other.
         center_file: file that holds the center, if there is one.
@@ -100,18 +99,16 @@ class Worker:
 
     def __init__(
         self,
-        communicator: Communicator,
+        membership: Membership,
         replica: Replica[Any],
         outer: OuterOptimizer,
         parts: Sequence[ExchangedTensors],
-        root: int,
         sharded: bool,
         use_locking: bool,
         center_file: Path | None = None,
     ) -> None:
-        self.communicator, self._replica, self._outer, self._root = communicator, replica, outer, root
-        self._number = 0
-        self._file = None if center_file is None else CenterFile(center_file, communicator, root, parts)
+        self.membership, self._replica, self._outer = membership, replica, outer
+        self._file = None if center_file is None else CenterFile(center_file, membership, parts)
         self._lost: list[int] = []
         self._parts, self._sharded, self._use_locking = list(parts), sharded, use_locking
         self._transport: Transport | None = None
@@ -121,7 +118,8 @@ class Worker:
         firsts = np.cumsum([0, *(len(part.layout.buckets) for part in parts)]).tolist()
         self._count = firsts[-1]
         self.placements = [
-            RemoteCenter(communicator, root, self, first) for first, _ in zip(firsts, parts, strict=False)
+            RemoteCenter(membership.communicator, membership.root, self, first)
+            for first, _ in zip(firsts, parts, strict=False)
         ]
         self._shapes: list[tuple[tuple[int, ...], str]] = []
         if parts[0].optimized:
@@ -139,14 +137,12 @@ class Worker:
         return self._transport
 
     @property
-    def _log(self) -> Log:
-        return log_of(self._number if self.communicator.constructed > 1 else None)
+    def communicator(self) -> Communicator:
+        """All workers."""
+        return self.membership.communicator
 
-    def open(self, number: int) -> None:
+    def open(self) -> None:
         """Create the center and the transport to it; collective.
-
-        Args:
-            number: number of the optimizer, the same on all ranks and above 0.
 
         Raises:
             RuntimeError: the way the job was launched rules out asynchronous exchange; or the environment asks for
@@ -154,13 +150,12 @@ class Worker:
             ValueError: the center is sharded, so that no file could hold the whole.
         """
         communicator = self.communicator
-        self._number = number
         memory = self._in_memory() if _can_share_memory(communicator) else None
         self._has_shards = self._sharded and memory is None
         self._transport = memory or self._by_messages()
-        if communicator.rank == self._root:
+        if self.membership.is_root:
             description = self.transport.description
-            self._log.info("Asynchronous exchange of %d ranks through %s", communicator.size, description)
+            self.membership.log.info("Asynchronous exchange of %d ranks through %s", communicator.size, description)
         if communicator.processes and communicator.size > 1:
             if not _open_workers:
                 atexit.register(_close_all)
@@ -177,13 +172,15 @@ class Worker:
                     f"{VARIABLE}=window, but the ranks cannot share the center's memory: {error}. Unset it to exchange "
                     "through a service thread, or give more memory (docker: --shm-size)"
                 ) from error
-            if self.communicator.rank == self._root:
-                self._log.warning("No shared memory for the asynchronous center; using a service thread: %s", error)
+            if self.membership.is_root:
+                self.membership.log.warning(
+                    "No shared memory for the asynchronous center; using a service thread: %s", error
+                )
             return None
 
     def _by_messages(self) -> Transport:
         communicator = self.communicator
-        holders = list(range(communicator.size)) if self._sharded else [self._root]
+        holders = list(range(communicator.size)) if self._sharded else [self.membership.root]
 
         def bounds(bucket: Bucket) -> list[tuple[int, int]]:
             return [chunk(bucket.size, place, len(holders)) for place in range(len(holders))]
@@ -201,7 +198,7 @@ class Worker:
                 "`center_file` needs the whole center in one place, but with center='sharded' on several hosts every "
                 f"rank holds a shard: use center='root'. Received: center_file={str(self._file.path)!r}"
             )
-        return self._file.open(f"hvd_periodic.{self._number}.center_file", everywhere)
+        return self._file.open(f"hvd_periodic.{self.membership.number}.center_file", everywhere)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -227,11 +224,6 @@ class Worker:
                     self.on_pull(part, bucket, center, exchange)
                 part.pull(bucket, center, exchange)
         return sum(bucket.nbytes for _, bucket in buckets)
-
-    def centers(self) -> list[np.ndarray]:
-        """Return copies of all buckets of the center as it is now, even after :meth:`finish`."""
-        self.resume_training()
-        return [self.transport.read(index) for index in range(self._count)]
 
     def read(self, index: int, bucket: Bucket) -> Any:
         """Return bucket ``index`` of the center, counted across all parts, as a vector of the front end."""
@@ -272,7 +264,7 @@ class Worker:
     def start(self, parts: Sequence[TensorGroup[Any]]) -> None:
         """Set the center to the root's replica; collective."""
         self.resume_training()
-        if self.communicator.rank == self._root:
+        if self.membership.is_root:
             self.transport.write(
                 self._replica.to_host(part.values.read(bucket), bucket)
                 for part in parts
@@ -282,16 +274,16 @@ class Worker:
 
     def resume(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any] | None) -> None:
         """Set the center to the state that the root has loaded, or else to the root's replica; collective."""
-        if self.communicator.rank == self._root and state is None:
-            self._log.warning(
-                "No center was saved with the replica of rank %d: the center starts from that replica", self._root
-            )
-        has_center = self.communicator.allgather_object(state is not None, f"hvd_periodic.{self._number}.center")
-        if not has_center[self._root]:
+        membership = self.membership
+        if membership.is_root and state is None:
+            text = "No center was saved with the replica of rank %d: the center starts from that replica"
+            membership.log.warning(text, membership.root)
+        has_center = self.communicator.allgather_object(state is not None, f"hvd_periodic.{membership.number}.center")
+        if not has_center[membership.root]:
             self.start(parts)
             return
         self.resume_training()
-        if self.communicator.rank == self._root and state is not None:
+        if membership.is_root and state is not None:
             self.transport.write(self._saved(parts, state), state["center_optimizer"])
         self._wait_for_root()
 
@@ -301,16 +293,16 @@ class Worker:
         Raises:
             ValueError: the state of the center's optimizer was saved with other holders.
         """
-        holders = Sharded(self.communicator, self._root) if self._has_shards else self.placements[0]
+        holders = Sharded(self.communicator, self.membership.root) if self._has_shards else self.placements[0]
         holders.select(state["center_optimizer"])
 
     def _publish_file(self) -> None:
         """Rename the center's file to its final name, once training has begun and its initial state has been read."""
-        if self._file is not None and self.communicator.rank == self._root:
+        if self._file is not None and self.membership.is_root:
             self._file.publish()
 
     def _wait_for_root(self) -> None:
-        self.communicator.allgather_object(None, f"hvd_periodic.{self._number}.written")
+        self.communicator.allgather_object(None, f"hvd_periodic.{self.membership.number}.written")
 
     def read_from_saved(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any]) -> None:
         """Use a saved state as the center for reading, until training continues."""
@@ -327,10 +319,10 @@ class Worker:
         """Wait until all workers are done, and keep the final center; collective."""
         self._publish_file()
         with self.communicator.tracker.at("finalize() of asynchronous exchange"):
-            self.communicator.idle_barrier(self._number)
+            self.communicator.idle_barrier(self.membership.number)
             self._log_dead_ranks()
-            self._final = self.centers()
-            self.communicator.idle_barrier(self._number)
+            self._final = [self.transport.read(index) for index in range(self._count)]
+            self.communicator.idle_barrier(self.membership.number)
         if self._file is not None:
             self._file.release()
         self.transport.pause()
@@ -351,7 +343,7 @@ class Worker:
         if not self.communicator.alive():
             return
         with self.communicator.tracker.at("the end of the process, after asynchronous exchange"):
-            self.communicator.idle_barrier(self._number)
+            self.communicator.idle_barrier(self.membership.number)
         if not self.communicator.dead_ranks():
             self.transport.close()
 

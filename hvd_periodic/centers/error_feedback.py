@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm
@@ -12,9 +11,8 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import Store
-from hvd_periodic.wires.base import Link, Sent, Wire
+from hvd_periodic.wires.base import Link, Residual, Sent, Wire
 from hvd_periodic.wires.encoded import row_length
-from hvd_periodic.wires.plain import Plain
 
 V = TypeVar("V")
 
@@ -35,7 +33,7 @@ class ErrorFeedback(Generic[V]):
         replica: provides the verbs of the front end, and memory.
         algorithm: determines how messages are reduced, and whether their residuals are kept here or in the replica.
         wire: encoding of the messages.
-        communicator: the ranks, if the wire may form sums on them.
+        communicator: the ranks, on which the wire may form sums.
         overlapped: local steps continue while messages are in flight.
 
     Attributes:
@@ -54,9 +52,9 @@ class ErrorFeedback(Generic[V]):
         placement: Placement,
         replica: Replica[V],
         algorithm: Algorithm,
-        wire: Wire = Plain(),  # noqa: B008
-        communicator: Communicator | None = None,
-        overlapped: bool = False,
+        wire: Wire,
+        communicator: Communicator,
+        overlapped: bool,
     ) -> None:
         self.wire, self._placement, self._replica, self._reduction = wire, placement, replica, algorithm.reduction
         self.received_totals: dict[int, V] = {}
@@ -66,8 +64,7 @@ class ErrorFeedback(Generic[V]):
         self.second_hop_residual: Store[V] | None = None
         self.second_hop_key = ""
         self._name, self._layout, self._lasting = name, layout, overlapped
-        if communicator is not None:
-            self.join(communicator)
+        self.join(communicator)
 
     def join(self, communicator: Communicator) -> None:
         """Form sums for these ranks, if the wire forms any; the residual is lost if their number has changed."""
@@ -89,7 +86,7 @@ class ErrorFeedback(Generic[V]):
             return self._placement.reduce(communicator, buffer, name, self._reduction)
 
         space, sums = self._replica.space, self.second_hop_residual
-        of_sums = None if sums is None else _StoredBucket(sums, sums.layout.buckets[bucket.index])
+        of_sums = None if sums is None else Residual(sums, sums.layout.buckets[bucket.index])
         link = Link(communicator, name, bucket.size, bucket.nbytes, reduce, space.coding, of_sums)
         if self.residual is None:
             return self.wire.start(link, message)
@@ -113,21 +110,4 @@ class ErrorFeedback(Generic[V]):
     def _clear(self, store: Store[V] | None) -> None:
         if store is not None:
             for bucket in store.layout.buckets:
-                _StoredBucket(store, bucket).write(self._replica.space.zeros_like(store.read(bucket)))
-
-
-@dataclass(frozen=True)
-class _StoredBucket(Generic[V]):
-    """A bucket of a store."""
-
-    store: Store[V]
-    bucket: Bucket
-
-    def read(self) -> V:
-        """Return the values."""
-        return self.store.read(self.bucket)
-
-    def write(self, value: V) -> None:
-        """Set the values."""
-        if self.bucket.size:
-            self.store.write(self.bucket, value)
+                Residual(store, bucket).write(self._replica.space.zeros_like(store.read(bucket)))

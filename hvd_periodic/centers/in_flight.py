@@ -7,7 +7,6 @@ from typing import Generic, TypeVar
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.centers.tensor_group import Pending, TensorGroup
-from hvd_periodic.comm.base import Communicator
 from hvd_periodic.vectors.fragments import Fragment
 
 V = TypeVar("V")
@@ -22,9 +21,7 @@ class InFlightExchange(Generic[V]):
 
     Args:
         group: the group, whose center is on every rank.
-        communicator: the ranks.
         exchange: the exchange.
-        prefix: prefix of the names of its collectives.
         fragment: the fragment.
         pending: the buckets in flight; empty once the center has moved.
 
@@ -33,9 +30,7 @@ class InFlightExchange(Generic[V]):
     """
 
     group: TensorGroup[V]
-    communicator: Communicator
     exchange: Exchange
-    prefix: str
     fragment: Fragment
     pending: list[Pending[V]] = field(default_factory=list)
     sent: int = 0
@@ -43,7 +38,7 @@ class InFlightExchange(Generic[V]):
     def begin(self) -> InFlightExchange[V]:
         """Send all messages; return this exchange."""
         for bucket in self.fragment.buckets:
-            pending, sent = self.group.begin(bucket, self.communicator, self.exchange, self.prefix)
+            pending, sent = self.group.begin(bucket, self.exchange)
             pending.forget_replica()
             self.pending.append(pending)
             self.sent += sent
@@ -58,15 +53,11 @@ class InFlightExchange(Generic[V]):
         self.group.step_outer_optimizer(self.fragment.index)
 
     def apply_to_replica(self, stepped: bool) -> None:
-        """Pull the replica.
-
-        Args:
-            stepped: the replica has taken local steps since the exchange began.
-        """
+        """Pull the replica, which may have ``stepped`` since the exchange began."""
         self.wait_and_update_center()
         group = self.group
         if not group.algorithm.reads_after:
             return
         for bucket in self.fragment.buckets:
-            center = group.published_center(self.communicator, bucket, self.exchange, self.prefix)
+            center = group.published_center(bucket, self.exchange)
             (group.pull_late if stepped else group.pull)(bucket, center, self.exchange)

@@ -41,9 +41,7 @@ class LearningRates:
     def constant_ranges(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, Any]]:
         """Yield the ranges of a bucket with one learning rate: first and past-the-last element, and the rate.
 
-        Args:
-            layout: layout of this rank's shard of the tensors.
-            bucket: a bucket of this layout.
+        The bucket is one of the layout of this rank's shard.
         """
         rates = self._read() if self._followed is None else self._followed
         start, rate = 0, None

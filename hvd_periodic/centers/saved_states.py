@@ -23,11 +23,6 @@ def gather_states(communicator: Communicator, state: Any, name: str) -> list[Any
     """Return the states of all ranks, in rank order. Collective.
 
     If states may hold deferred tensors, large arrays are replaced with such tensors.
-
-    Args:
-        communicator: the ranks.
-        state: state of this rank, which can be pickled.
-        name: prefix of the names of collectives.
     """
     if not defers():
         return communicator.allgather_object(state, name)

@@ -12,7 +12,6 @@ import numpy as np
 
 from hvd_periodic.centers.error_feedback import RESIDUAL
 from hvd_periodic.centers.tensor_group import TensorGroup
-from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Layout
 from hvd_periodic.vectors.lending import Deferred, defers
@@ -34,27 +33,27 @@ class SavedVectors(Generic[V]):
     def __init__(self, group: TensorGroup[V], replica: Replica[V]) -> None:
         self._group, self._replica = group, replica
 
-    def save(self, communicator: Communicator, prefix: str) -> dict[str, Any]:
+    def save(self) -> dict[str, Any]:
         """Return copies of all vectors by name; collective, unless the center is everywhere."""
         group, replica = self._group, self._replica
         saved = self.save_own()
         for key in [] if group.placement.everywhere else group.center_state:
             if defers():
-                saved[key] = self._deferred(communicator, prefix, key)
+                saved[key] = self._deferred(key)
                 continue
             whole = replica.new_temporary_store(group.values.layout)
             for bucket in group.values.layout.buckets:
-                whole.write(bucket, group.fetch(communicator, bucket, prefix, key))
+                whole.write(bucket, group.fetch(bucket, key))
             saved[key] = replica.save(whole)
         return saved
 
-    def _deferred(self, communicator: Communicator, prefix: str, key: str) -> dict[str, Deferred]:
+    def _deferred(self, key: str) -> dict[str, Deferred]:
         """Return a vector of the center whose buckets travel when its tensors are read."""
         group, replica, layout = self._group, self._replica, self._group.values.layout
 
         def pieces() -> Iterator[tuple[int, np.ndarray]]:
             for bucket in layout.buckets:
-                whole = replica.to_host(group.fetch(communicator, bucket, prefix, key), bucket)
+                whole = replica.to_host(group.fetch(bucket, key), bucket)
                 for piece in bucket.pieces:
                     yield piece.tensor, whole[piece.offset : piece.offset + piece.stop - piece.start]
 

@@ -11,7 +11,7 @@ from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.error_feedback import RESIDUAL, ErrorFeedback
 from hvd_periodic.centers.learning_rates import LearningRates
-from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.replica import Replica
@@ -86,12 +86,11 @@ class TensorGroup(Generic[V]):
         algorithm: the computation of an exchange.
         replica: provides scratch buffers.
         placement: where the center lives.
+        membership: the ranks that exchange.
         outer: the framework optimizer that moves the center, if one does.
         rates: the learning rates, for algorithms that use them.
-        period_in_exchanges: the group takes part in every exchange whose number is a multiple of this.
         overlapped: local steps continue while an exchange is in flight, so that its messages need their own memory.
         wire: encoding of the messages.
-        communicator: the ranks, for wires that divide sums among them.
 
     Attributes:
         center_state: this rank's shard of the center and its vectors, by name.
@@ -110,16 +109,14 @@ class TensorGroup(Generic[V]):
         algorithm: Algorithm,
         replica: Replica[V],
         placement: Placement,
+        membership: Membership,
         outer: OuterOptimizer | None = None,
         rates: LearningRates | None = None,
-        period_in_exchanges: int = 1,
         overlapped: bool = False,
         wire: Wire = Plain(),  # noqa: B008
-        communicator: Communicator | None = None,
     ) -> None:
         self.name, self.values, self.algorithm, self.placement = name, values, algorithm, placement
-        self.period_in_exchanges = period_in_exchanges
-        self._replica, self._outer, self._rates = replica, outer, rates
+        self._replica, self._membership, self._outer, self._rates = replica, membership, outer, rates
         first = self._read(values.layout.buckets[0], slot=0)
         self.shard, self.center_state = self._new_center(first)
         self.worker: dict[str, Store[V]] = {
@@ -127,7 +124,7 @@ class TensorGroup(Generic[V]):
             for key in algorithm.init_worker(replica.space, first)
         }
         self.error_feedback = ErrorFeedback(
-            name, values.layout, placement, replica, algorithm, wire, communicator, overlapped
+            name, values.layout, placement, replica, algorithm, wire, membership.communicator, overlapped
         )
         if self.error_feedback.residual is not None:
             self.worker[RESIDUAL] = self.error_feedback.residual
@@ -148,10 +145,6 @@ class TensorGroup(Generic[V]):
         """This rank's shard of the center."""
         return self.center_state["center"]
 
-    def due(self, rounds: int) -> bool:
-        """Return whether the group takes part in the next exchange, given the number of exchanges so far."""
-        return (rounds + 1) % self.period_in_exchanges == 0
-
     @property
     def vectors(self) -> dict[str, Store[V]]:
         """All vectors of the center and of the worker, by name."""
@@ -167,16 +160,16 @@ class TensorGroup(Generic[V]):
             self._write(self.worker, bucket, {}, self.algorithm.init_worker(space, x))
         self.error_feedback.reset()
 
-    def join(self, communicator: Communicator, root: int) -> bool:
-        """Exchange with other ranks from now on; return whether this rank holds another shard of the center.
+    def join(self) -> bool:
+        """Exchange with the current members from now on; return whether this rank holds another shard of the center.
 
         The shard keeps its values; another shard starts with zeros. The worker's vectors keep theirs.
         """
         buckets = self.values.layout.buckets
         held = [self.placement.bounds(bucket) for bucket in buckets]
-        self.placement.join(communicator, root)
+        self.placement.join(self._membership.communicator, self._membership.root)
         if self.error_feedback.second_hop_residual is not None:
-            self.error_feedback.join(communicator)
+            self.error_feedback.join(self._membership.communicator)
         if [self.placement.bounds(bucket) for bucket in buckets] == held:
             return False
         for key in (*self.center_state, _TOTAL):
@@ -215,29 +208,22 @@ class TensorGroup(Generic[V]):
         if stop > start:
             self.center_state[key].write(self._shard_of(bucket), cast(Any, vector)[start:stop])
 
-    def fetch(self, communicator: Communicator, bucket: Bucket, prefix: str, key: str = "center") -> V:
+    def fetch(self, bucket: Bucket, key: str = "center") -> V:
         """Return a whole bucket of a vector of the center; collective, unless the center is everywhere."""
-        return self._gather(communicator, bucket, self.center_state[key].read(self._shard_of(bucket)), prefix)
+        return self._gather(bucket, self.center_state[key].read(self._shard_of(bucket)))
 
     def initial_center(self, x: V) -> State[V]:
         """Return the vectors of the center when training starts from a replica."""
         state = self.algorithm.init_center(self._replica.space, x)
         return {"center": state["center"]} if self._outer is not None else state
 
-    def published_center(
-        self,
-        communicator: Communicator,
-        bucket: Bucket,
-        exchange: Exchange,
-        prefix: str,
-        center: State[V] | None = None,
-    ) -> V:
+    def published_center(self, bucket: Bucket, exchange: Exchange, center: State[V] | None = None) -> V:
         """Return a whole bucket of the published center; collective, unless the center is everywhere."""
         if center is None:
             center = self._read_all(self.center_state, self._shard_of(bucket))
-        return self._gather(communicator, bucket, self.algorithm.publish(self._replica.space, center, exchange), prefix)
+        return self._gather(bucket, self.algorithm.publish(self._replica.space, center, exchange))
 
-    def exchange(self, communicator: Communicator, exchange: Exchange, prefix: str, of: Fragment | None = None) -> int:
+    def exchange(self, exchange: Exchange, of: Fragment | None = None) -> int:
         """Exchange all buckets, or those of a fragment; return the bytes sent.
 
         With an outer optimizer, all totals come first, then its step, then the pulls.
@@ -247,24 +233,22 @@ class TensorGroup(Generic[V]):
         fragment = of or Fragment(0, self.values.layout.buckets)
         for bucket in fragment.buckets:
             if len(in_flight) == IN_FLIGHT:
-                sent += self.finish(in_flight.popleft(), communicator, exchange, prefix)
-            pending, bytes_sent = self.begin(bucket, communicator, exchange, prefix)
+                sent += self.finish(in_flight.popleft(), exchange)
+            pending, bytes_sent = self.begin(bucket, exchange)
             in_flight.append(pending)
             sent += bytes_sent
         while in_flight:
-            sent += self.finish(in_flight.popleft(), communicator, exchange, prefix)
+            sent += self.finish(in_flight.popleft(), exchange)
         if self._outer is not None:
             self.step_outer_optimizer(fragment.index)
             for bucket in fragment.buckets:
                 for part in self._blocks[bucket.index]:
-                    center = self.published_center(communicator, part, exchange, prefix)
+                    center = self.published_center(part, exchange)
                     self._pull(self._block(bucket, part), center, exchange)
                 sent += self.placement.bytes_to_publish(bucket.nbytes)
         return sent
 
-    def begin(
-        self, bucket: Bucket, communicator: Communicator, exchange: Exchange, prefix: str
-    ) -> tuple[Pending[V], int]:
+    def begin(self, bucket: Bucket, exchange: Exchange) -> tuple[Pending[V], int]:
         """Send the message of a bucket; return the argument of :meth:`finish`, and the bytes handed to collectives."""
         pulls, lossy, published_bytes = not self.algorithm.reads_after, self.error_feedback.wire.lossy, 0
         if self.algorithm.reads_before:
@@ -273,7 +257,7 @@ class TensorGroup(Generic[V]):
         for part in self._blocks[bucket.index]:
             block = self._block(bucket, part)
             if self.algorithm.reads_before:
-                block.published = self.published_center(communicator, part, exchange, prefix)
+                block.published = self.published_center(part, exchange)
             formed.append(self._form_message(bucket, block, exchange, buffer))
             if pulls and not lossy:
                 self._pull(block, block.published, exchange)
@@ -282,7 +266,7 @@ class TensorGroup(Generic[V]):
         message = self._replica.space.concatenate(formed) if message is None else message
         shared = self.messages is self.total or (self._consumed is not None and len(blocks) > 1 and buffer is not None)
         lent = message if shared else blocks[0].worker.get(self._consumed or "")
-        sent = self.error_feedback.send(communicator, bucket, message, f"{prefix}.{self.name}.{bucket.index}")
+        sent = self.error_feedback.send(self._membership.communicator, bucket, message, self._collective(bucket))
         for block in blocks:
             if pulls and lossy:
                 decoded = None if sent.decoded is None else _part(sent.decoded, bucket, block.part)
@@ -291,13 +275,13 @@ class TensorGroup(Generic[V]):
                 self._reset_consumed_state(block)
         return Pending(bucket, blocks, lent, sent.wait), sent.nbytes + published_bytes
 
-    def finish(self, pending: Pending[V], communicator: Communicator, exchange: Exchange, prefix: str) -> int:
+    def finish(self, pending: Pending[V], exchange: Exchange) -> int:
         """Wait for a bucket, move the center, and pull the replica; return the bytes handed to collectives."""
         pulls = self.total is None and self.algorithm.reads_after
         for block, moved in self._moves(pending, exchange):
             if pulls:
                 # Not read again: a store may hold back the values of a tensor until its last bucket is written.
-                center = self.published_center(communicator, block.part, exchange, prefix, moved)
+                center = self.published_center(block.part, exchange, moved)
                 self._pull(block, center, exchange)
         return self.placement.bytes_to_publish(pending.bucket.nbytes) if pulls else 0
 
@@ -361,13 +345,17 @@ class TensorGroup(Generic[V]):
         for part in self._blocks[bucket.index]:
             self._pull(self._block(bucket, part), _part(center, bucket, part), exchange)
 
-    def _gather(self, communicator: Communicator, bucket: Bucket, shard: V, prefix: str) -> V:
+    def _collective(self, bucket: Bucket) -> str:
+        """Return the name of the collective that carries the messages of a bucket."""
+        return f"{self._membership.name}.{self.name}.{bucket.index}"
+
+    def _gather(self, bucket: Bucket, shard: V) -> V:
         """Return the whole bucket of which every rank passes its shard."""
         out = None
         if not self.placement.everywhere:
             out = self._replica.scratch(bucket, _FETCHED)
             out = self.values.read(bucket) if out is None else out
-        name = f"{prefix}.{self.name}.{bucket.index}.center"
+        communicator, name = self._membership.communicator, f"{self._collective(bucket)}.center"
         return cast(V, self.placement.fetch(communicator, shard, bucket, name, out))
 
     def _read(self, bucket: Bucket, slot: int) -> V:
@@ -434,10 +422,17 @@ class TensorGroup(Generic[V]):
         return cast(V, out) if kept else message
 
     def _moves(self, pending: Pending[V], exchange: Exchange) -> Iterator[tuple[Block[V], State[V] | None]]:
-        """Move this rank's shard of the center block by block; yield each block, and its center if that has moved."""
+        """Move this rank's shard of the center block by block; yield each block, and its center if that has moved.
+
+        If an outer optimizer moves the center, only its gradient is written, and nothing is yielded.
+        """
         bucket, total = pending.bucket, pending.wait()
         if self.total is not None:
-            self._write_gradient(pending, total, exchange)
+            shard = self._shard_of(bucket)
+            if shard.size:
+                gradient = self.algorithm.gradient(self._replica.space, total, exchange)
+                if self.error_feedback.wire.lossy or gradient is not pending.lent:
+                    self.total.write(shard, gradient)
             return
         for block in pending.blocks:
             shard, moved = self._shard_of(block.part), None
@@ -448,15 +443,6 @@ class TensorGroup(Generic[V]):
                     self._write(self.center_state, shard, center, changed)
                 moved = self._reread(self.center_state, shard, center, center | changed)
             yield block, moved
-
-    def _write_gradient(self, pending: Pending[V], total: V, exchange: Exchange) -> None:
-        """Write the gradient for the outer optimizer."""
-        shard = self._shard_of(pending.bucket)
-        if self.total is None or not shard.size:
-            return
-        gradient = self.algorithm.gradient(self._replica.space, total, exchange)
-        if self.error_feedback.wire.lossy or gradient is not pending.lent:
-            self.total.write(shard, gradient)
 
     def _move(self, shard: Bucket, center: State[V], total: V, exchange: Exchange) -> State[V]:
         """Return the changes to the center's vectors, computed one by one for each range of one learning rate."""

@@ -10,7 +10,7 @@ from hvd_periodic.checkpoints.files import naming, read_content
 from hvd_periodic.checkpoints.saving import require_complete
 from hvd_periodic.checkpoints.sets import Source, find_file
 from hvd_periodic.checkpoints.tree import Leaves, decode
-from hvd_periodic.comm.training_group import TrainingGroup
+from hvd_periodic.comm.membership import TrainingGroup
 from hvd_periodic.logs import logger
 
 STATES, MORE = "states", "more"

@@ -18,7 +18,7 @@ from hvd_periodic.arguments import require_int
 from hvd_periodic.checkpoints.files import sync_folder, write_content
 from hvd_periodic.checkpoints.sets import Entry, Manifest, SavedSet, remove_old, remove_unfinished, sets_in
 from hvd_periodic.checkpoints.tree import Content, Leaves, encode
-from hvd_periodic.comm.training_group import TrainingGroup
+from hvd_periodic.comm.membership import TrainingGroup
 from hvd_periodic.logs import logger
 from hvd_periodic.ranks import by_value
 from hvd_periodic.vectors.lending import lending

@@ -62,12 +62,6 @@ def agree(communicator: Ranks, name: str, facts: Mapping[str, object], advice: s
 
     Digests are compared first, so that large models cost a few bytes per rank.
 
-    Args:
-        communicator: the ranks.
-        name: prefix of the names of collectives.
-        facts: this rank's facts, by readable name.
-        advice: the remedy if ranks differ; a sentence.
-
     Raises:
         ValueError: names the first fact that differs, its values and the ranks that hold them.
     """

@@ -75,17 +75,13 @@ class Communicator(Collectives):
         own = np.array(integers(replace(record, piggyback_length=piggyback.size)), np.int64)
         gathered = group.gather_integers(np.concatenate([own, piggyback]), group.handshake_name)
         records, piggybacks = unpack_records(gathered)
-        group.check_records(records, failure)
-        return records, piggybacks
-
-    def check_records(self, records: Sequence[Record], failure: Exception | None) -> None:
-        """Raise on all ranks if one cannot go on, or if they are in conflicting calls; as :meth:`handshake`."""
-        self.tracker.last_records = records
-        conflict = describe_conflict(records, self.global_ranks)
+        group.tracker.last_records = records
+        conflict = describe_conflict(records, group.global_ranks)
         if conflict or any(record.problem for record in records):
-            raise_on_all(self, self.handshake_name, failure)
+            raise_on_all(group, group.handshake_name, failure)
         if conflict:
             raise RuntimeError(conflict)
+        return records, piggybacks
 
     def unique_name(self, timeout_seconds: object = None, provisional: bool = False) -> str:
         """Return a prefix for the names of collectives, which ends with the number of an optimizer. Collective.

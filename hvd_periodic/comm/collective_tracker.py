@@ -58,26 +58,18 @@ class Wait:
     Attributes:
         number: position of the collective in the order of its ranks' collectives.
         since: start of the wait, in seconds of the monotonic clock.
-        over: returns whether the wait is over; for callers that cannot report its end.
         raises: whether the waiting code regularly checks ``error``.
         idle: whether this is an idle barrier of ranks that have finished, which may take very long; ranks that have
             announced their end take part.
         error: the error for the waiting code to raise.
     """
 
-    __slots__ = ("error", "idle", "number", "over", "raises", "since")
+    __slots__ = ("error", "idle", "number", "raises", "since")
 
-    def __init__(
-        self, number: int, raises: bool = False, over: Callable[[], bool] | None = None, idle: bool = False
-    ) -> None:
-        self.number, self.raises, self.over, self.idle = number, raises, over, idle
+    def __init__(self, number: int, raises: bool = False, idle: bool = False) -> None:
+        self.number, self.raises, self.idle = number, raises, idle
         self.since = time.monotonic()
         self.error: Exception | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the wait is known to be over."""
-        return self.over is not None and self.over()
 
 
 class CollectiveTracker:
@@ -126,10 +118,7 @@ class CollectiveTracker:
     def wait_for(self, number: int, done: Callable[[], bool], longest: float = _LONGEST) -> None:
         """Wait, sleeping between polls, until a collective is done.
 
-        Args:
-            number: the number that :meth:`start_collective` returned.
-            done: returns whether the collective is done.
-            longest: longest polling interval in seconds; 0: no sleep, if polling is what moves data.
+        Polls are at most ``longest`` seconds apart; 0: no sleep, if polling is what moves data.
 
         Raises:
             Exception: :attr:`Wait.error`, if it was set meanwhile.
@@ -149,19 +138,11 @@ class CollectiveTracker:
             if self.wait is wait:
                 self.wait = None
 
-    def enter(self, over: Callable[[], bool] | None = None) -> None:
-        """Record that this rank starts the next collective and waits in it, until it calls :meth:`leave`."""
-        self.wait = Wait(self.start_collective(), over=over)
-
-    def leave(self) -> None:
-        """Record that this rank no longer waits."""
-        self.wait = None
-
     def run_blocking(self, call: Callable[[], T], task: str | None = None) -> T:
         """Return the result of a collective that cannot be interrupted; inside, :attr:`task` is ``task``, if given."""
         around = self.wait
         with self.at(self.task if task is None else task):
-            self.enter()
+            self.wait = Wait(self.start_collective())
             try:
                 return call()
             finally:
@@ -180,7 +161,7 @@ class CollectiveTracker:
                 raise wait.error
             found = poll()
             if found is not None:
-                self.leave()
+                self.wait = None
             return found
 
         return tracked
@@ -347,12 +328,7 @@ class StallQuery:
         return [rank for rank in self.missing() if rank in self.answers and not self.answers[rank].seconds > 0]
 
     def report(self, now: float, one_host: bool) -> str:
-        """Return a description of the missing ranks.
-
-        Args:
-            now: current time, in seconds of the monotonic clock.
-            one_host: whether all ranks are on this host.
-        """
+        """Return a description of the missing ranks at a time of the monotonic clock."""
         tracker = self.tracker
         waited = f"Rank {tracker.rank} has waited {_seconds(now - self.wait.since)} in {tracker.place()}"
         if not tracker.peers:

@@ -128,12 +128,9 @@ MAX_BYTES = 2**30
 def gather_objects(value: object, allgather: Callable[[np.ndarray, str], np.ndarray], name: str) -> list[Any]:
     """Return the picklable values of all ranks, in rank order, sent in as many pieces as necessary.
 
-    Args:
-        value: this rank's value.
-        allgather: returns the concatenated arrays of all ranks, whose sizes may differ.
-        name: prefix of the names of collectives.
+    ``allgather`` returns the concatenated arrays of all ranks, whose sizes may differ.
     """
-    data = _pickled(value)
+    data = pickled(value)
     sizes = np.asarray(allgather(np.array([data.size], dtype=np.int64), f"{name}.sizes"))
     piece = max(MAX_BYTES // len(sizes), 1)
     if sizes.max() <= piece:
@@ -149,29 +146,8 @@ def gather_objects(value: object, allgather: Callable[[np.ndarray, str], np.ndar
     return [pickle.loads(whole.pop(0).data) for _ in sizes]  # Keep few copies of large objects.
 
 
-def send_object(
-    value: object,
-    sizes: Callable[[int], np.ndarray],
-    send: Callable[[np.ndarray], tuple[np.ndarray, Sequence[int]]],
-) -> dict[int, Any]:
-    """Send a picklable value to one rank, in as many pieces as necessary; return the values received, by sender.
-
-    Args:
-        value: this rank's value.
-        sizes: returns the sizes that all ranks have passed to it, in rank order.
-        send: sends bytes to that rank; returns the bytes received, in order of senders, and how many from each.
-    """
-    data = _pickled(value)
-    parts: dict[int, list[np.ndarray]] = {}
-    for start in range(0, int(sizes(data.size).max()), MAX_BYTES):
-        received, counts = send(data[start : start + MAX_BYTES])
-        for sender, part in enumerate(np.split(received, np.cumsum(counts)[:-1])):
-            if part.size:
-                parts.setdefault(sender, []).append(part)
-    return {sender: pickle.loads(np.concatenate(found).data) for sender, found in parts.items()}
-
-
-def _pickled(value: object) -> np.ndarray:
+def pickled(value: object) -> np.ndarray:
+    """Return a picklable value as bytes."""
     stream = io.BytesIO()
     pickle.dump(value, stream)
     return np.frombuffer(stream.getbuffer(), dtype=np.uint8)

@@ -57,9 +57,6 @@ def send_exit_notices(others: Others) -> None:
     only one of the failing ranks; an exit function, which could read ``sys.last_value``, could not achieve this.
     Tests: ``test_failures.py::test_one_rank_prints_its_traceback`` and
     ``test_failures.py::test_a_hook_of_the_user_is_called_on_every_rank``.
-
-    Args:
-        others: the ranks to notify.
     """
     before, process = sys.excepthook, os.getpid()
     failed: list[str] = []
@@ -119,13 +116,8 @@ class Failures:
         """Return whether this rank has to print its error: it is the first, or the first has not done so in time.
 
         Every rank that fails notifies all others before this call. If several fail at once, the first is the lowest
-        rank whose error does not quote another rank's error.
-
-        Args:
-            rank: this rank.
-            text: its error.
-            others: the ranks whose notices can reach it.
-            seconds: how long it waits for notices of errors, and then for the first rank to print.
+        rank whose error does not quote another rank's error. This one waits ``seconds`` for their notices, and as long
+        for the first rank to print.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._printed() or self._notices.keys() >= set(others), seconds)
@@ -134,14 +126,7 @@ class Failures:
             return not self._printed()
 
     def summary(self, rank: int, text: str, size: int, where: str) -> str:
-        """Return which ranks ended with which errors, this rank's error last.
-
-        Args:
-            rank: this rank, which has printed its traceback.
-            text: its error.
-            size: number of ranks.
-            where: the local step in words, or an empty string.
-        """
+        """Return which of ``size`` ranks ended with which errors, this rank's last; ``where``: its step, in words."""
         with self._changed:
             texts = self._texts(rank, text)
         groups: dict[str, list[int]] = {}

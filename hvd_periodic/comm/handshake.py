@@ -92,12 +92,7 @@ class Record:
         return f"{_CALLS[Purpose(self.purpose)]} of optimizer {self.optimizer}{where}"
 
 
-def is_real(annotation: Any) -> bool:
-    """Return whether a field of :class:`Record` holds a float."""
-    return str(annotation).startswith("float")
-
-
-_CODES = ["d" if is_real(field.type) else "q" for field in fields(Record)]
+_CODES = ["d" if str(field.type).startswith("float") else "q" for field in fields(Record)]
 _VALUES, _INTEGERS = struct.Struct(f"<{''.join(_CODES)}"), struct.Struct(f"<{len(_CODES)}q")
 
 
@@ -113,18 +108,14 @@ def integers(record: Record) -> list[int]:
     return list(_INTEGERS.unpack(_VALUES.pack(*numbers)))
 
 
-def _record(packed: Sequence[int]) -> Record:
-    """Return the record that :func:`integers` was given."""
-    values: list[Any] = [None if math.isnan(value) else value for value in _VALUES.unpack(_INTEGERS.pack(*packed))]
-    return Record(*values)
-
-
 def unpack_records(gathered: Sequence[int] | np.ndarray) -> tuple[list[Record], list[np.ndarray]]:
-    """Return the records and piggybacked integers of all ranks, given all their integers, concatenated."""
+    """Return the records that :func:`integers` was given and the piggybacked integers, given all of them in a row."""
     width, rest = len(_CODES), np.asarray(gathered, np.int64)
     records, piggybacks = [], []
     while rest.size:
-        record = _record(rest[:width].tolist())
+        numbers = _VALUES.unpack(_INTEGERS.pack(*rest[:width].tolist()))
+        values: list[Any] = [None if math.isnan(number) else number for number in numbers]
+        record = Record(*values)
         records.append(record)
         piggybacks.append(rest[width : width + record.piggyback_length])
         rest = rest[width + record.piggyback_length :]
@@ -174,11 +165,7 @@ _CALLS = {
 
 
 def describe_conflict(records: Sequence[Record], numbers: Sequence[int]) -> str | None:
-    """Return an error message that names the calls in which ranks wait, if these conflict; else None.
-
-    Args:
-        records: records of all ranks in the handshake.
-        numbers: the global ranks of these.
+    """Return an error message that names the calls in which global ranks wait, if these conflict; else None.
 
     Example:
         >>> print(describe_conflict([Record(2, 1, local_steps=6), Record(2, 2, local_steps=8)], [1, 3]).split(":")[0])

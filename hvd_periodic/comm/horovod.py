@@ -6,14 +6,13 @@ import copy
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from hvd_periodic.comm.collective_tracker import tracker_of
-from hvd_periodic.comm.collectives import send_object
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.comm.local import started_alone, started_several
 from hvd_periodic.ranks import named
@@ -127,16 +126,6 @@ class HorovodCommunicator(JobCommunicator):
 
         return finish
 
-    def send_object(self, value: object, to: int, name: str) -> dict[int, Any]:
-        """Send a pickled object to one rank, and to no other."""
-
-        def send(data: np.ndarray) -> tuple[np.ndarray, list[int]]:
-            counts = (data.size * (np.arange(self.size) == to)).astype(np.int32)
-            received, given = self.scatter(self._tensor(data.copy()), counts, f"{name}.data")()
-            return np.asarray(received), np.asarray(given).tolist()
-
-        return send_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), send)
-
     def scatter(self, buffer: Any, counts: np.ndarray, name: str) -> Callable[[], tuple[Any, Any]]:
         """Start to send each rank its part, into a new tensor."""
         options = {"splits": self._tensor(counts), "name": name, "process_set": self.process_set}
@@ -191,6 +180,11 @@ class HorovodCommunicator(JobCommunicator):
         """Gather an array."""
         return np.asarray(self.allgather(self._tensor(array), name))
 
+    def send_bytes(self, data: np.ndarray, counts: np.ndarray, name: str) -> tuple[np.ndarray, Sequence[int]]:
+        """Send each rank its part."""
+        received, given = self.scatter(self._tensor(data.copy()), counts.astype(np.int32), name)()
+        return np.asarray(received), np.asarray(given).tolist()
+
     def __reduce__(self) -> tuple[Any, ...]:
         process_set = None if self.process_set.process_set_id == 0 else self.process_set
         return HorovodCommunicator, (self._framework, process_set, self._tensor)
@@ -213,10 +207,7 @@ def depart() -> None:
 
 
 def ranks_of_host(hvd: Any) -> range:
-    """Return the current ranks of this host; local.
-
-    Args:
-        hvd: Horovod's module of a framework; None if Horovod is not initialized.
+    """Return the current ranks of this host; local. ``hvd`` is Horovod's module, or None if that is not initialized.
 
     Raises:
         RuntimeError: Horovod is not initialized, and this process is one of several.
@@ -235,10 +226,6 @@ _registered: dict[tuple[str, tuple[int, ...]], Any] = {}
 
 def register(hvd: Any, ranks: list[int]) -> Any:
     """Return the process set of some ranks; collective among all ranks of the job.
-
-    Args:
-        hvd: Horovod's module of a framework.
-        ranks: all ranks, or some of them.
 
     Raises:
         RuntimeError: Horovod was initialized without dynamic process sets.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -11,9 +12,9 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from hvd_periodic.arguments import require_int
+from hvd_periodic.comm import collectives
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.collective_tracker import ASYNCHRONOUS_START, tracker_of
-from hvd_periodic.comm.collectives import gather_objects
 from hvd_periodic.comm.groups import divides_the_job
 from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
 from hvd_periodic.comm.stall_monitor import monitor_address
@@ -87,6 +88,10 @@ class JobCommunicator(Communicator):
     def gather(self, array: np.ndarray, name: str) -> np.ndarray:
         """Return the concatenated arrays of all ranks, whose sizes may differ."""
 
+    @abstractmethod
+    def send_bytes(self, data: np.ndarray, counts: np.ndarray, name: str) -> tuple[np.ndarray, Sequence[int]]:
+        """Send each rank its part, of ``counts`` bytes; return what was received, and how much from each rank."""
+
     def address(self) -> tuple[np.ndarray | None, Exception | None]:
         """Return the address of this process's stall monitor."""
         if self.problem is not None or self.size == 1:
@@ -99,7 +104,20 @@ class JobCommunicator(Communicator):
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Gather pickled objects of any size."""
-        return gather_objects(value, self.gather, name)
+        return collectives.gather_objects(value, self.gather, name)
+
+    def send_object(self, value: object, to: int, name: str) -> dict[int, Any]:
+        """Send a pickled object to one rank and to no other, in as many pieces as necessary."""
+        data = collectives.pickled(value)
+        sizes = self.gather_integers(np.array([data.size]), f"{name}.sizes")
+        parts: dict[int, list[np.ndarray]] = {}
+        for start in range(0, int(sizes.max()), collectives.MAX_BYTES):
+            piece = data[start : start + collectives.MAX_BYTES]
+            received, counts = self.send_bytes(piece, piece.size * (np.arange(self.size) == to), f"{name}.data")
+            for sender, part in enumerate(np.split(received, np.cumsum(counts)[:-1])):
+                if part.size:
+                    parts.setdefault(sender, []).append(part)
+        return {sender: pickle.loads(np.concatenate(found).data) for sender, found in parts.items()}
 
     def rank_of(self, global_rank: int | None) -> int:
         """Return the rank within the set of a global rank; for None, the lowest."""

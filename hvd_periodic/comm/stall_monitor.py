@@ -181,7 +181,7 @@ class StallMonitor:
 
     def _answer(self, question: Datagram, tracker: CollectiveTracker, peer: Peer) -> Datagram:
         """Return a datagram that says where this process is."""
-        waiting = [(each, wait) for each in self._trackers() if (wait := each.wait) is not None and not wait.is_over]
+        waiting = [(each, wait) for each in self._trackers() if (wait := each.wait) is not None]
         steps, seconds, text = tracker.local_steps(), 0.0, position()
         if waiting:
             other, wait = waiting[0]
@@ -194,7 +194,7 @@ class StallMonitor:
         for tracker in self._trackers():
             wait, query = tracker.wait, self._queries.get(tracker.name)
             notice = None if wait is None else tracker.exited_before(wait)
-            if wait is not None and notice is not None and not wait.is_over:
+            if wait is not None and notice is not None:
                 self._end_wait(tracker, wait, notice, now)
             elif query is not None and query.wait is not wait:
                 del self._queries[tracker.name]
@@ -218,7 +218,7 @@ class StallMonitor:
         if known is not wait:
             due = self._warns_after or math.inf
         final = tracker.exceeds_timeout(wait, now - wait.since)
-        if (final or now - wait.since >= due) and not wait.is_over:
+        if final or now - wait.since >= due:
             self._asked += 1
             self._queries[tracker.name] = StallQuery(tracker, wait, self._asked, final, now)
             self._follow_up(self._queries[tracker.name], now)
@@ -233,7 +233,7 @@ class StallMonitor:
                 self._send(MessageType.ASK, tracker, rank, query=query.number)
             return
         del self._queries[tracker.name]
-        if tracker.wait is not wait or wait.is_over:
+        if tracker.wait is not wait:
             return
         self._next[tracker.name] = wait, 2 * (now - wait.since)
         text = query.report(time.monotonic(), self._one_host)
@@ -337,9 +337,6 @@ _lock = threading.Lock()
 def stall_monitor(one_host: bool) -> StallMonitor | None:
     """Return the stall monitor of this process, started on first use; None if this host allows none.
 
-    Args:
-        one_host: whether all ranks of the job are on this host.
-
     Raises:
         ValueError: the environment sets something other than a number of seconds.
     """
@@ -359,11 +356,6 @@ def monitor_address(
     tracker: CollectiveTracker, one_host: bool, store: Callable[[], Any] = lambda: None
 ) -> tuple[np.ndarray | None, Exception | None]:
     """Return the address of this process's stall monitor, after this rank has left a mark that it has arrived.
-
-    Args:
-        tracker: tracker of the ranks that will learn the address.
-        one_host: whether all ranks of the job are on this host.
-        store: returns the store for marks of arrival; None: the launcher's.
 
     Returns:
         the address, or None if this host allows no monitor; and the error that keeps this rank from going on, if any.

@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,8 @@ class Datagram:
 
 def encode(datagram: Datagram) -> bytes:
     """Return the bytes of a datagram."""
-    text = datagram.text.encode()[:TEXT_BYTES]
-    numbers = datagram.ranks, datagram.rank, datagram.query, datagram.begun, datagram.local_steps, datagram.seconds
-    return _FORMAT.pack(_MAGIC, datagram.type, datagram.token, *numbers, text)
+    *values, text = astuple(datagram)
+    return _FORMAT.pack(_MAGIC, *values, text.encode()[:TEXT_BYTES])
 
 
 def decode(data: bytes) -> Datagram | None:
@@ -155,11 +154,7 @@ def from_integers(integers: np.ndarray | None) -> Peer | None:
 
 
 def own_addresses(one_host: bool) -> list[str]:
-    """Return the addresses of this host that other ranks may reach: those of the user's interfaces, or of its name.
-
-    Args:
-        one_host: whether all ranks are on this host.
-    """
+    """Return the addresses of this host that other ranks may reach: those of the user's interfaces, or of its name."""
     if one_host:
         return ["127.0.0.1"]
     found = [address for variable in _INTERFACES for address in _of_setting(os.environ.get(variable, ""))]
@@ -255,13 +250,9 @@ _stores: dict[str, Any] = {}
 def mark_arrived(name: str, rank: int, store: Any = None) -> None:
     """Leave a mark that a rank has arrived at the first handshake of some ranks; without storage, do nothing.
 
-    The storage is the store of the job's library, if it has one; under Gloo, horovodrun's server; otherwise the folder
-    of Open MPI's session on this host. All that is read there is whether a mark exists.
-
-    Args:
-        name: name of the ranks.
-        rank: this rank.
-        store: has ``set(key, value)`` and ``check(keys)``; given if the job's library has one that a thread may query.
+    The storage is the store of the job's library, if it has one that a thread may query, with ``set(key, value)`` and
+    ``check(keys)``; under Gloo, horovodrun's server; otherwise the folder of Open MPI's session on this host. All that
+    is read there is whether a mark exists.
     """
     try:
         if store is not None:
@@ -276,14 +267,7 @@ def mark_arrived(name: str, rank: int, store: Any = None) -> None:
 
 
 def missing_ranks(name: str, ranks: Iterable[int], own: int, one_host: bool) -> list[int] | None:
-    """Return the ranks that have not left a mark; None if that is unknown.
-
-    Args:
-        name: name of the ranks.
-        ranks: all of them.
-        own: this rank, which has left its mark.
-        one_host: whether all ranks are on this host.
-    """
+    """Return the ranks, other than this one, that have not left a mark; None if that is unknown."""
     deadline = time.monotonic() + _SECONDS
     try:
         if name in _stores:

@@ -124,10 +124,6 @@ class Subset(Communicator):
         """Return the values of the group; they are small, and all ranks gather them."""
         return self.select(self.handshake_group.allgather_object(value, name))
 
-    def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
-        """Return the integers of the group."""
-        return np.concatenate(self.allgather_object(values, name))
-
     def rank_of(self, global_rank: int | None) -> int:
         """Return the first rank: each group starts from its own.
 
@@ -157,12 +153,7 @@ def require_possible(
 ) -> None:
     """Raise a ValueError for options that groups without process sets do not support: they run in lockstep.
 
-    Args:
-        communicator: the ranks that exchange.
-        center: placement of the center.
-        nonfinite: how to treat a rank whose replica is not finite.
-        asynchronous: whether ranks exchange without waiting for each other.
-        overlap: local steps that an exchange is in flight: all groups would have to wait for it at the same step.
+    With ``overlap``, all groups would have to wait for an exchange at the same step.
     """
     refused = {
         "asynchronous=True": bool(asynchronous),

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hvd_periodic.comm.collectives import send_object
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.comm.stall_protocol import stable_hash
 from hvd_periodic.vectors.layout import chunk
@@ -184,16 +183,11 @@ class TorchDistributedCommunicator(JobCommunicator):
             parts = [part for pair in zip(parts, following, strict=True) for part in pair]
         return np.concatenate(parts).view(array.dtype)
 
-    def send_object(self, value: object, to: int, name: str) -> dict[int, Any]:
-        """Send a pickled object to one rank, and to no other."""
-
-        def send(data: np.ndarray) -> tuple[np.ndarray, list[int]]:
-            counts = (data.size * (np.arange(self.size) == to)).astype(np.int64)
-            coming = self.alltoall(torch.from_numpy(counts), f"{name}.counts")().tolist()
-            received = self._scatter(torch.from_numpy(data.copy()), counts.tolist(), coming)()
-            return received.numpy(), coming
-
-        return send_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), send)
+    def send_bytes(self, data: np.ndarray, counts: np.ndarray, name: str) -> tuple[np.ndarray, Sequence[int]]:
+        """Send each rank its part, after the number of its bytes."""
+        coming = self.alltoall(torch.from_numpy(counts), name)().tolist()
+        received = self._scatter(torch.from_numpy(data.copy()), counts.tolist(), coming)()
+        return received.numpy(), coming
 
     def require_mpi(self) -> None:
         """Raise a RuntimeError on all ranks unless an MPI launcher has started them."""

@@ -33,13 +33,10 @@ class ShardBackup:
 
 
 def backup_ranks(hosts: Sequence[int]) -> list[int]:
-    """Return, for each rank, the rank that holds the backup of its shard.
+    """Return, for each rank, the rank that holds the backup of its shard, given the numbers of their hosts.
 
     With h hosts, the backup is h/2 hosts further, so that a host and its neighbour may both be lost if there are more
     than three hosts. On a single host, each rank counts as one host.
-
-    Args:
-        hosts: the host number of each rank.
 
     Example:
         >>> backup_ranks([0, 0, 0]), backup_ranks([0, 0, 2, 2]), backup_ranks([0, 1, 2, 3])

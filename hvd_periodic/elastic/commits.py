@@ -425,13 +425,7 @@ class CommittedState(ABC):
 
 
 def refuse_fixed(name: str, synchronizer: ReplicaSynchronizer[Any], averages: bool) -> None:
-    """Raise a ValueError if the ranks of an optimizer cannot change.
-
-    Args:
-        name: the argument that is the optimizer.
-        synchronizer: the synchronizer of the optimizer.
-        averages: whether the optimizer wraps an ``hvd.DistributedOptimizer``.
-    """
+    """Raise a ValueError if the ranks of an optimizer, the argument ``name``, cannot change."""
     communicator = synchronizer.membership.communicator.handshake_group
     within = getattr(getattr(communicator, "process_set", None), "process_set_id", type(communicator).__name__)
     refused = {

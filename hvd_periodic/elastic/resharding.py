@@ -57,10 +57,8 @@ def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any], form: Form) ->
         form: the format of the states.
     """
     exchanger, layout = synchronizer.exchanger, synchronizer.tensor_groups.parameters.values.layout
-    divided, sharded = (
-        isinstance(synchronizer.exchanged.outer, PerFragmentOptimizer),
-        isinstance(exchanger.placement, Sharded),
-    )
+    divided = isinstance(synchronizer.exchanged.outer, PerFragmentOptimizer)
+    sharded = isinstance(exchanger.placement, Sharded)
     was_sharded = isinstance(saved, dict) and "sharded" in saved
     shares = saved["sharded"] if was_sharded else [saved]
     count = synchronizer.membership.communicator.size if sharded else 1

@@ -1,9 +1,9 @@
-"""Shards of the center across a change of ranks: the full center, and shards for the ranks that remain."""
+"""The center across a change of ranks: the full center, its shards, and how the ranks that remain start from it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
@@ -49,23 +49,43 @@ class FullCenter:
 def start_from_center(synchronizer: ReplicaSynchronizer[Any], whole: FullCenter | None) -> None:
     """Set the replica of a joining rank, which already has the others' center and counters, to the center; local.
 
-    Args:
-        synchronizer: the synchronizer of this rank.
-        whole: the full center, if no rank holds all of it.
+    ``whole`` is the full center, if no rank holds all of it.
     """
     own = synchronizer.checkpoint.save_own
     synchronizer.startup.start_from_center(None if whole is None else whole.within(own()))
     synchronizer.load_state_dict(synchronizer.state_dict() if whole is None else whole.within(own()))
 
 
+def start_from_saved_center(levels: Sequence[ReplicaSynchronizer[Any]], state: Mapping[str, Any]) -> None:
+    """Set the replica to a center that other ranks saved, and keep the counters; local; call it with all states loaded.
+
+    Worker vectors, exchanges in flight and error feedback belonged to the former ranks' replicas and are dropped. The
+    centers of inner levels start from the same values.
+
+    Args:
+        levels: nested optimizers, the outermost first.
+        state: the state that the outermost has loaded.
+    """
+    outermost = levels[0]
+    outermost.startup.start_from_center(state)
+    vectors = {
+        group.name: {key: state["vectors"][group.name][key] for key in group.center_state}
+        | {key: outermost.replica.save(store) for key, store in group.worker.items()}
+        for group in outermost.tensor_groups
+    }
+    progress = outermost.progress
+    now = {"counters": asdict(progress.counters), "notes": asdict(progress.notes), "under_way": None}
+    outermost.load_state_dict({**state, "vectors": vectors, **now})
+    for level in levels[1:]:
+        level.exchanger.discard()
+        level.tensor_groups.reset()
+
+
 def merge_group_centers(synchronizer: ReplicaSynchronizer[Any], trained: Collection[int]) -> None:
     """Give the ranks of a lockstep group one center: that of its first rank that has trained, else its first replica.
 
-    Replicas do not change; the replica of a rank that has joined is the center of all ranks.
-
-    Args:
-        synchronizer: the synchronizer of this rank, of a lockstep group; it already has the counters of the others.
-        trained: the ranks that have trained.
+    Replicas do not change. A rank that has joined already has the counters of the others, and its replica is the
+    center of all ranks.
     """
     membership = synchronizer.membership
     places = membership.communicator.select(range(membership.communicator.handshake_group.size))
@@ -104,12 +124,7 @@ def own_share(synchronizer: ReplicaSynchronizer[Any]) -> Share:
 
 
 def assemble(synchronizer: ReplicaSynchronizer[Any], shares: Mapping[int, Share]) -> FullCenter:
-    """Assemble the full center from shards; local.
-
-    Args:
-        synchronizer: the synchronizer of the same tensors, now on any number of ranks.
-        shares: all non-empty shards, by the rank that held them.
-    """
+    """Assemble the full center from all shards that are not empty, by the rank that held them; local."""
     vectors: dict[str, Vectors] = {}
     for group in synchronizer.tensor_groups:
         if group.placement.everywhere:

@@ -7,17 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_periodic.journal.base import Facts, Listener, Report, Total
-from hvd_periodic.logs import logger
+from hvd_periodic.logs import Log, log_of, logger
 
 ENOUGH = 0.95
 """Fraction of its distance to the replicas after which a center counts as close to them."""
-
-Log = logging.LoggerAdapter[logging.Logger]
-
-
-def log_of(number: int | None) -> Log:
-    """Return the log of one of several optimizers, whose lines begin with its number; None if there is only one."""
-    return _Named(logger, {"number": number})
 
 
 class LogListener(Listener):
@@ -84,15 +77,6 @@ class LogListener(Listener):
                 total.exchanges,
                 100 * total.closed,
             )
-
-
-class _Named(logging.LoggerAdapter[logging.Logger]):
-    """Begins lines with the number of an optimizer, if there is one."""
-
-    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the line and its keyword arguments."""
-        number = (self.extra or {}).get("number")
-        return (msg if number is None else f"Optimizer {number}: {msg}"), kwargs
 
 
 def described(facts: Facts) -> str:

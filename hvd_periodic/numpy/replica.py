@@ -105,11 +105,10 @@ class NumpyReplica(Replica[Array]):
         """Return the parameters that have a gradient."""
         return {i for i in among if self.gradients[i] is not None}
 
-    def some_of(self, tensor: Array, like: Array | None = None) -> np.ndarray:
+    def some_of(self, tensor: Array) -> np.ndarray:
         """Return some elements."""
         flat = tensor.reshape(-1)
-        flat = flat[:: max(1, flat.size // SOME)]
-        return np.array(flat if like is None else flat.astype(like.dtype), np.float64)
+        return np.array(flat[:: max(1, flat.size // SOME)], np.float64)
 
     def frozen(self) -> bytes:
         """Return an empty digest: all arrays are trained."""

@@ -14,14 +14,13 @@ from hvd_periodic.centers import Placement, Sharded
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.local_state.base import LocalState
-from hvd_periodic.schedules.base import Schedule
+from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, reset_to_center
 from hvd_periodic.sync.finite import Finite
-from hvd_periodic.sync.planner import Plan
+from hvd_periodic.sync.planner import Plan, query
 from hvd_periodic.sync.reporting import report_exchange, with_distance
 from hvd_periodic.sync.status import ScheduleState
 from hvd_periodic.sync.tensor_groups import TensorGroups
-from hvd_periodic.vectors.store import Store
 
 V = TypeVar("V")
 
@@ -30,7 +29,6 @@ class Asynchronous(Exchanger[V]):
     """Exchanges with a center behind a transport, which holds the centers of statistics too."""
 
     steps_agree = False
-    reads_together = False
     worker: Worker
 
     @classmethod
@@ -54,17 +52,8 @@ class Asynchronous(Exchanger[V]):
         shared = [ExchangedTensors(kind.values.layout, kind.algorithm) for kind in tensors]
         shared[0] = replace(shared[0], optimized=exchanged.outer is not None)
         outer, sharded = exchanged.center_optimizer, issubclass(place, Sharded)
-        self.worker = Worker(
-            membership.communicator,
-            exchanged.replica,
-            outer,
-            shared,
-            membership.root,
-            sharded,
-            use_locking,
-            context.center_file,
-        )
-        groups = exchanged.groups(tensors, self.worker.placements)
+        self.worker = Worker(membership, exchanged.replica, outer, shared, sharded, use_locking, context.center_file)
+        groups = exchanged.groups(tensors, self.worker.placements, membership)
         for group in groups:
             _refuse_state(group)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
@@ -81,11 +70,7 @@ class Asynchronous(Exchanger[V]):
 
     def open(self) -> None:
         """Create the center and connect to it."""
-        self.worker.open(self.context.membership.number)
-
-    def join(self) -> None:
-        """Give the worker the current communicator; call it before :meth:`open`."""
-        self.worker.communicator = self.context.membership.communicator
+        self.worker.open()
 
     def restart(self) -> None:
         """Set the center to the root's values."""
@@ -94,7 +79,8 @@ class Asynchronous(Exchanger[V]):
 
     def first_plan(self, records: Sequence[Record]) -> Plan:
         """Return the plan of this rank's first exchange."""
-        return self.context.planner.first_async(self.context.progress.current_rate())
+        clock = Clock(learning_rate=self.context.progress.current_rate())
+        return query(self.context.planner.schedule, clock)
 
     def exchange(self, leaving: bool = False) -> bool:
         """Exchange with the center, independently of the other ranks."""
@@ -109,7 +95,7 @@ class Asynchronous(Exchanger[V]):
             if problem is not None:
                 raise RuntimeError(problem)
             own = own if excluded else with_distance(self, own)
-            plan = context.planner.next_async(own)
+            plan = query(context.planner.schedule, own.clock)
             size, gradients = context.membership.communicator.size, max(own.counters.gradients, 1)
             with context.handshake.remember_failure(step):
                 if excluded:
@@ -161,17 +147,9 @@ class Asynchronous(Exchanger[V]):
         """Set the center to the one that the root has loaded."""
         self.worker.resume(list(self.tensor_groups), state)
 
-    def loaded_centers(self, state: dict[str, Any] | None) -> list[Store[Any]]:
-        """Return none: each rank has loaded the center of a different moment, and only the root's counts."""
-        return []
-
     def begin_taking_over(self) -> None:
         """Forget the final center of a training that has ended."""
         self.worker.resume_training()
-
-    def optimizer_state_to_give(self, state: dict[str, Any] | None) -> Any:
-        """Return None: the transport holds it."""
-        return None
 
     def take_over(self, takeover: TakeoverState) -> None:
         """Set the center to the root's loaded one, if any; give all ranks the root's worker vectors."""

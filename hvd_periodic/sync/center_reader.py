@@ -42,8 +42,8 @@ class CenterReader(Generic[V]):
     def center(self, begin: Callable[[], object]) -> Iterator[None]:
         """Hold the center in the model inside the block; restore the local values afterwards, also after an error."""
         self.require_outside_center_block("center")
-        membership = self._exchanger.context.membership
-        with membership.communicator.tracker.at("center()"):
+        tracker = self._exchanger.context.membership.communicator.tracker
+        with tracker.at("center()"):
             self.get_ready(begin)
         self._startup.assigned.name_others()
         shown = list(self._exchanger.tensor_groups) if self._is_known() else []
@@ -51,10 +51,10 @@ class CenterReader(Generic[V]):
         held = [[offload(group.values.read(bucket)) for bucket in group.values.layout.buckets] for group in shown]
         self.in_center_block = True
         try:
-            with membership.communicator.tracker.at("center()"):
+            with tracker.at("center()"):
                 for group in shown:
                     for bucket in group.values.layout.buckets:
-                        group.values.write(bucket, group.fetch(membership.communicator, bucket, membership.name))
+                        group.values.write(bucket, group.fetch(bucket))
             yield
         finally:
             for group, vectors in zip(shown, held, strict=True):

@@ -12,7 +12,7 @@ from hvd_periodic.centers.saved_vectors import SavedVectors
 from hvd_periodic.checkpoints import Leaves, Saving, save_set
 from hvd_periodic.checkpoints.saving import SavePoint
 from hvd_periodic.comm.handshake import Purpose
-from hvd_periodic.comm.training_group import TrainingGroup
+from hvd_periodic.comm.membership import TrainingGroup
 from hvd_periodic.journal.base import Counters
 from hvd_periodic.sync.exchanger import Exchanger
 from hvd_periodic.sync.status import ScheduleState
@@ -51,11 +51,8 @@ class Checkpoint(Generic[V]):
         """Return copies of the whole state; collective unless the center is on every rank."""
         exchanger = self._exchanger
         exchanger.wait_and_update_centers()
-        membership, optimizer_state = exchanger.context.membership, exchanger.optimizer_state()
-        communicator, name = membership.communicator, membership.name
-        return self.assembled(
-            {group: vectors.save(communicator, name) for group, vectors in self._vectors()}, optimizer_state
-        )
+        optimizer_state = exchanger.optimizer_state()
+        return self.assembled({group: vectors.save() for group, vectors in self._vectors()}, optimizer_state)
 
     def save_files(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -14,12 +14,12 @@ from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.comm.agreement import agree, build_on_all
 from hvd_periodic.comm.handshake import Record
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.journal import Journal
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
-from hvd_periodic.sync.finite import RAISE, Finite
+from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.handshake import Handshake
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.optimizer_state import OptimizerState, OptimizerStateExchange
 from hvd_periodic.sync.planner import Plan, Planner, forecast
 from hvd_periodic.sync.progress import ProgressTracker
@@ -29,7 +29,6 @@ from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.store import Store
 from hvd_periodic.version import __version__
 from hvd_periodic.wires.base import Wire
-from hvd_periodic.wires.plain import Plain
 
 V = TypeVar("V")
 
@@ -64,17 +63,17 @@ class ExchangeContext(Generic[V]):
     handshake: Handshake
     optimizer_state: OptimizerStateExchange[V] | None
     fragments: Sequence[Fragment]
-    overlap: int | str = 0
-    wire: Wire = Plain()  # noqa: RUF009
-    local_optimizer: OptimizerState[V] | None = None
-    nonfinite: str = RAISE
-    audit_every: int = 0
-    center_file: Path | None = None
-    journal: Journal = field(default_factory=Journal)
+    overlap: int | str
+    wire: Wire
+    local_optimizer: OptimizerState[V] | None
+    nonfinite: str
+    audit_every: int
+    center_file: Path | None
+    journal: Journal
 
 
 class Exchanger(ABC, Generic[V]):
-    """Runs exchanges and owns the centers.
+    """Runs exchanges and owns the centers. What has a default here holds where ranks wait for each other.
 
     Args:
         context: collaborators and settings.
@@ -95,16 +94,16 @@ class Exchanger(ABC, Generic[V]):
     worker: Worker | None = None
 
     @classmethod
-    @abstractmethod
     def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
         """Return the variant of the algorithm for this kind of exchange among ``size`` ranks.
 
         Raises:
             ValueError: the algorithm has no such variant, or its rates make no sense.
         """
+        algorithm.check(size)
+        return algorithm
 
     @classmethod
-    @abstractmethod
     def check(cls, schedule: Schedule, policy: LocalState) -> None:
         """Raise a ValueError if this kind of exchange does not support the schedule or the policy."""
 
@@ -117,14 +116,14 @@ class Exchanger(ABC, Generic[V]):
         return self.tensor_groups.parameters.placement
 
     @property
-    @abstractmethod
     def reads_together(self) -> bool:
         """Whether reading the center is collective."""
+        return self.steps_agree and not self.placement.everywhere
 
     @property
-    @abstractmethod
     def shows_loaded(self) -> bool:
         """Whether a loaded center can be read before training starts."""
+        return True
 
     @abstractmethod
     def facts(self) -> dict[str, object]:
@@ -143,9 +142,9 @@ class Exchanger(ABC, Generic[V]):
         """Set the centers to the values of this rank; collective."""
         self.tensor_groups.reset()
 
-    @abstractmethod
     def first_plan(self, records: Sequence[Record]) -> Plan:
         """Return the plan of the first exchange, given all ranks' records."""
+        return self.context.planner.first_plan(records)
 
     def report(self, loss: Any) -> None:
         """Note a loss of this rank; tell the other ranks if it is not finite.
@@ -224,16 +223,16 @@ class Exchanger(ABC, Generic[V]):
     def resume(self, state: dict[str, Any] | None) -> None:
         """Resume from the states that all ranks have loaded; collective."""
 
-    @abstractmethod
     def loaded_centers(self, state: dict[str, Any] | None) -> list[Store[Any]]:
-        """Return the loaded centers in full; none if this rank has only shards."""
+        """Return the loaded centers in full; none if this rank has only shards, or if only the root's counts."""
+        return []
 
     def begin_taking_over(self) -> None:
         """Prepare to take over the state of another rank."""
 
-    @abstractmethod
     def optimizer_state_to_give(self, state: dict[str, Any] | None) -> Any:
         """Return the state of the center's optimizer that others take over, given the state loaded here, if any."""
+        return None
 
     @abstractmethod
     def take_over(self, takeover: TakeoverState) -> None:
@@ -262,30 +261,20 @@ class TakeoverState:
 def reset_to_center(groups: TensorGroups[V], context: ExchangeContext[V], problem: str | None) -> None:
     """Reset a rank with a non-finite replica to the centers, and its local optimizer to a new state.
 
-    Collective, unless every rank can read the centers by itself.
-
-    Args:
-        groups: the exchanged tensors.
-        context: the context of the exchange.
-        problem: what is not finite here; None on ranks that only help to read the centers.
+    Collective, unless every rank can read the centers by itself. ``problem`` says what is not finite here; it is None
+    on ranks that only help to read the centers.
     """
-    membership = context.membership
     for group in groups:
         for bucket in group.values.layout.buckets:
-            center = group.fetch(membership.communicator, bucket, membership.name)
+            center = group.fetch(bucket)
             if problem is not None:
                 group.start_from(bucket, center)
     if problem is None:
         return
     if context.local_optimizer is not None:
         context.local_optimizer.reset()
-    log_exclusion(membership, problem)
-
-
-def log_exclusion(membership: Membership, problem: str) -> None:
-    """Log that this rank is excluded."""
-    rank = membership.communicator.global_rank
-    membership.log.warning("Rank %d is excluded from an exchange and reset to the center: %s", rank, problem)
+    text = "Rank %d is excluded from an exchange and reset to the center: %s"
+    context.membership.log.warning(text, context.membership.global_rank, problem)
 
 
 def check_agreement(exchanger: Exchanger[Any], policy: LocalState) -> None:
@@ -298,8 +287,8 @@ def check_agreement(exchanger: Exchanger[Any], policy: LocalState) -> None:
     membership.communicator.check()
     facts = build_on_all(membership.communicator, membership.name, lambda: facts_of(exchanger, policy))
     agree(membership.communicator, membership.name, facts)
-    if membership.all_ranks.group is not None:
-        agree(membership.all_ranks.group, membership.all_ranks.group_name, facts)
+    if membership.group is not None:
+        agree(membership.group, membership.group_name, facts)
 
 
 def facts_of(exchanger: Exchanger[Any], policy: LocalState) -> dict[str, object]:

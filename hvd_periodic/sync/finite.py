@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.replica import Replica
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.wires.base import Wire
 
@@ -112,8 +112,7 @@ class Finite(Generic[V]):
     @property
     def _can_skip(self) -> bool:
         """Whether this rank could be excluded: no other rank holds parts of its replica or runs in lockstep with it."""
-        communicator = self._membership.communicator
-        return self._replica.may_be_left_out and communicator.handshake_group is communicator
+        return self._replica.may_be_left_out and not self._membership.is_lockstep_group
 
     def _name_in(self, group: TensorGroup[V]) -> str | None:
         """Return a format for readable names of a group's tensors; None if this rank's tensors need no check."""

@@ -33,9 +33,9 @@ class Position(NamedTuple):
 
 def by_fragments(schedule: Schedule, fragments: int) -> Schedule:
     """Return the schedule, split into ``fragments`` exchanges per period unless it already is."""
-    return (
-        schedule if fragments == 1 or isinstance(schedule, FragmentSchedule) else FragmentSchedule(schedule, fragments)
-    )
+    if fragments == 1 or isinstance(schedule, FragmentSchedule):
+        return schedule
+    return FragmentSchedule(schedule, fragments)
 
 
 @dataclass(frozen=True)

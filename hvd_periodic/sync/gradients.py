@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from hvd_periodic.journal.lines import Log
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.replica import Replica
 from hvd_periodic.sync.exchanger import Exchanger
 from hvd_periodic.sync.tensor_groups import TensorGroups
@@ -27,11 +27,11 @@ class Assigned(Generic[V]):
         replica: the replica of this rank.
         groups: the exchanged tensors with their centers.
         algorithm: the name of the algorithm.
-        log: returns the log of this rank.
+        membership: has the log of this rank.
     """
 
-    def __init__(self, replica: Replica[V], groups: TensorGroups[V], algorithm: str, log: Callable[[], Log]) -> None:
-        self._replica, self._groups, self._algorithm, self._log = replica, groups, algorithm, log
+    def __init__(self, replica: Replica[V], groups: TensorGroups[V], algorithm: str, membership: Membership) -> None:
+        self._replica, self._groups, self._algorithm, self._membership = replica, groups, algorithm, membership
         self._count = len(replica.parameters.layout.specs)
         self._never = set(range(self._count))
         """Parameters that have had no gradient."""
@@ -71,7 +71,7 @@ class Assigned(Generic[V]):
         found = [name for name in now if name in before and not np.array_equal(now[name], before[name], equal_nan=True)]
         if found:
             self._named_parameters = True
-            self._log().warning(
+            self._membership.log.warning(
                 "These weights take part in exchanges, have never had a gradient, and were changed by other code than "
                 "local steps: %s. %s exchanges them as if they were trained. %s",
                 _listed(found),
@@ -95,7 +95,7 @@ class Assigned(Generic[V]):
         ]
         if found:
             self._named_others = True
-            self._log().warning(
+            self._membership.log.warning(
                 "Inside center(), these weights still have this rank's values: %s. No exchange touches them, and they "
                 "have changed since the start, so that ranks may read different values. %s",
                 _listed(found),
@@ -134,7 +134,7 @@ class Gradients(Generic[V]):
         self._prepared = False
         context, groups = exchanger.context, exchanger.tensor_groups
         name = type(self._algorithm).__name__
-        self.assigned = Assigned(context.exchanged.replica, groups, name, lambda: context.membership.log)
+        self.assigned = Assigned(context.exchanged.replica, groups, name, context.membership)
         context.handshake.followers.append(self.assigned.follow)
 
     def prepare(self) -> None:

@@ -16,10 +16,10 @@ from hvd_periodic.arguments import require_real
 from hvd_periodic.checkpoints.saving import Saving
 from hvd_periodic.comm.agreement import agree
 from hvd_periodic.comm.handshake import Purpose, Record, leading
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.options import WeightLike
 from hvd_periodic.outer.framework import Hyperparameters
 from hvd_periodic.ranks import named
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.optimizer_state import OptimizerStateExchange
 from hvd_periodic.sync.planner import Planner, agreed_clock
 from hvd_periodic.sync.progress import ProgressTracker
@@ -139,10 +139,9 @@ class Handshake:
         self.ready_at = self.wait_seconds = 0.0
         self._warned = False
 
-    def meet(self, purpose: Purpose, problem: str | None = None) -> list[Record]:
+    def meet(self, purpose: Purpose) -> list[Record]:
         """Return the records of all ranks; as :meth:`handshake_with`."""
-        own = self.local_status()
-        return self.handshake_with(purpose, replace(own, problem=problem or own.problem))[0]
+        return self.handshake_with(purpose, self.local_status())[0]
 
     def local_status(self) -> LocalStatus:
         """Return the status of this rank; if its learning rate cannot be read, that is its problem."""
@@ -155,12 +154,7 @@ class Handshake:
     def handshake_with(
         self, purpose: Purpose, own: LocalStatus, piggyback: np.ndarray | None = None
     ) -> tuple[list[Record], list[np.ndarray]]:
-        """Run a handshake; return the records and the piggybacked integers of all ranks.
-
-        Args:
-            purpose: the call in which this rank is.
-            own: the status of this rank.
-            piggyback: integers to send along with the record.
+        """Run a handshake in a call; return the records and the piggybacked integers of all ranks.
 
         Raises:
             RuntimeError: a rank cannot continue, or ranks are in different calls; raised on all ranks.
@@ -176,8 +170,10 @@ class Handshake:
         self.ready_at, came = time.time(), time.perf_counter()
         met = communicator.handshake(record, failure, piggyback)
         self.wait_seconds = time.perf_counter() - came
-        if self.background_save is not None:
-            self.continue_background_save(purpose)
+        save = self.background_save
+        # With several levels, a handshake does not include all ranks, whom it takes to complete a save.
+        if save is not None and save.everyone.one_level and purpose in _EXCHANGING:
+            save.complete(wait=False)
         return met
 
     @contextmanager
@@ -189,24 +185,10 @@ class Handshake:
             self.fatal_error = f"The exchange at step {local_steps} failed: {error}"
             raise
 
-    def continue_background_save(self, purpose: Purpose) -> None:
-        """Complete a background save, which needs all ranks in one call.
-
-        With several levels this does nothing, since a handshake does not include all ranks.
-        """
-        save = self.background_save
-        if save is not None and save.everyone.one_level and purpose in _EXCHANGING:
-            save.complete(wait=False)
-
     def notify_followers(self) -> None:
         """Notify the followers that an exchange was run or applied to the replica."""
         for follow in self.followers:
             follow()
-
-    def complete_background_save(self) -> None:
-        """Complete a background save at the end of training of all levels."""
-        if self.background_save is not None:
-            self.background_save.complete()
 
     def rejoin(self) -> None:
         """Start over with a new set of ranks; abandon a background save of the previous ones."""
@@ -216,11 +198,7 @@ class Handshake:
             self.background_save = None
 
     def check_same_call(self, purpose: Purpose, problem: str | None = None) -> None:
-        """Check that all ranks are in the same call, before its data travels.
-
-        Args:
-            purpose: the call in which this rank is.
-            problem: why this rank cannot continue, if it cannot.
+        """Check that all ranks are in the same call, before its data travels, and that none has a problem.
 
         Raises:
             RuntimeError: ranks are in different calls, or one cannot continue; raised on all ranks.

@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from hvd_periodic.algorithms.base import Exchange
-from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.replicated import Replicated
 from hvd_periodic.centers.tensor_group import TensorGroup
-from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.local_state.mean import Mean
 from hvd_periodic.replica import Replica
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.vectors.store import Store
 
 V = TypeVar("V")
@@ -56,11 +54,13 @@ class OptimizerStateExchange(Generic[V]):
         policy: which entries are averaged, and when.
         state: the state of this rank's local optimizer.
         replica: provides working buffers.
-        placement: reduces over ranks.
+        membership: the ranks that exchange.
     """
 
-    def __init__(self, policy: LocalState, state: OptimizerState[V], replica: Replica[V], placement: Placement) -> None:
-        self._policy, self._state, self._replica, self._placement = policy, state, replica, placement
+    def __init__(
+        self, policy: LocalState, state: OptimizerState[V], replica: Replica[V], membership: Membership
+    ) -> None:
+        self._policy, self._state, self._replica, self._membership = policy, state, replica, membership
         if policy.resets:
             state.learn_start()
 
@@ -84,22 +84,21 @@ class OptimizerStateExchange(Generic[V]):
             return str(error)
         return None
 
-    def exchange(self, communicator: Communicator, exchange: Exchange, rounds: int, prefix: str) -> int:
+    def exchange(self, exchange: Exchange, rounds: int) -> int:
         """Average the entries due after ``rounds`` exchanges, or reset the state; return the bytes sent."""
         entries, sent = self._state.entries(), 0
         for entry, every in (self._policy.averaged(list(entries)) if entries else {}).items():
-            if not any(math.prod(tensor.shape) for _, tensor in entries[entry]):
-                continue
-            group = self._group(entry, entries[entry], every)
-            if group.due(rounds):
-                sent += group.exchange(communicator, exchange, prefix)
+            has_elements = any(math.prod(tensor.shape) for _, tensor in entries[entry])
+            if has_elements and (rounds + 1) % every == 0:
+                sent += self._group(entry, entries[entry]).exchange(exchange)
         if self._policy.resets:
             self._state.reset()
         return sent
 
-    def _group(self, entry: str, pairs: Pairs, every: int) -> TensorGroup[V]:
+    def _group(self, entry: str, pairs: Pairs) -> TensorGroup[V]:
+        placement = Replicated(self._membership.communicator, self._membership.root)
         store = self._state.store(pairs)
-        return TensorGroup(f"state.{entry}", store, Mean(), self._replica, self._placement, period_in_exchanges=every)
+        return TensorGroup(f"state.{entry}", store, Mean(), self._replica, placement, self._membership)
 
 
 def state_exchange(
@@ -114,4 +113,4 @@ def state_exchange(
         return None
     if state is None:
         raise ValueError(f"`optimizer_state` needs the local optimizer: pass `optimizer`. Received: {policy}")
-    return OptimizerStateExchange(policy, state, replica, Replicated(membership.communicator, membership.root))
+    return OptimizerStateExchange(policy, state, replica, membership)

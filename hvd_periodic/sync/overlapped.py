@@ -80,9 +80,8 @@ class Overlapped(Synchronous[V]):
 
     def exchange(self, leaving: bool = False) -> bool:
         """Apply the exchange in flight, then exchange."""
-        if (
-            self.context.handshake.fatal_error is None
-        ):  # Otherwise the handshake reports the failure to the other ranks.
+        # After a failure, the handshake reports it to the other ranks.
+        if self.context.handshake.fatal_error is None:
             self.land()
         before = self.context.progress.counters
         training = super().exchange(leaving)
@@ -191,16 +190,14 @@ class Overlapped(Synchronous[V]):
 
     def load_in_flight_exchange(self, saved: Any) -> None:
         """Continue the exchange that was in flight when a state was saved."""
-        membership, group = self.context.membership, self.tensor_groups.parameters
+        group = self.tensor_groups.parameters
         self._forget()
         self._counted_before = None
         if saved is not None and group.snapshot is not None:
             self._begun, self.context.progress.landing = saved["begun"], saved["due"]
             self.context.exchanged.replica.load(group.snapshot, saved["snapshot"])
             self._in_flight = [
-                InFlightExchange(
-                    group, membership.communicator, Exchange(**exchange), membership.name, self.turns.fragments[i]
-                )
+                InFlightExchange(group, Exchange(**exchange), self.turns.fragments[i])
                 for i, exchange in saved["fragments"]
             ]
 
@@ -214,16 +211,13 @@ class Overlapped(Synchronous[V]):
         if not training:
             return super()._send(turn, step, training)
         membership, overlap = self.context.membership, as_overlap(self.context.overlap)
-        communicator, name = membership.communicator, membership.name
-        used = communicator.namespace, name
+        used = membership.communicator.namespace, membership.name
         twin = _SENDING.get(used)
         if twin is not None and twin is not self:
             twin.wait_and_update_centers()
         _SENDING[used] = self
         with self.context.exchanged.replica.range("hvd_periodic.begin"):
-            part = InFlightExchange(
-                self.tensor_groups.parameters, communicator, turn.exchange, name, turn.fragment
-            ).begin()
+            part = InFlightExchange(self.tensor_groups.parameters, turn.exchange, turn.fragment).begin()
         self._in_flight.append(part)
         self._begun, self.context.progress.landing = step, None if overlap is None else step + overlap
         return part.sent

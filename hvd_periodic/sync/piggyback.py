@@ -10,9 +10,9 @@ import numpy as np
 
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.handshake import Purpose, Record
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.replica import Replica
 from hvd_periodic.sync.fragment_plan import DueFragments
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.vectors.layout import Bucket
 
@@ -46,11 +46,7 @@ class PiggybackedMessages(Generic[V]):
         )
 
     def pack(self, due: DueFragments) -> np.ndarray | None:
-        """Return the messages of an exchange as integers, without side effects; None if they cannot be formed.
-
-        Args:
-            due: the fragments that are due if all ranks have the status of this one.
-        """
+        """Return the messages of due fragments as integers, without side effects; None if they cannot be formed."""
         self._packed = None
         try:
             messages = [self._replica.to_host(group.preview(*sent), sent[0]).copy() for group, *sent in self._sent(due)]
@@ -60,12 +56,7 @@ class PiggybackedMessages(Generic[V]):
         return as_integers(messages)
 
     def deliver(self, records: Sequence[Record], piggybacks: Sequence[np.ndarray]) -> None:
-        """Deliver the sums of the messages if all ranks have sent theirs for the same exchange.
-
-        Args:
-            records: the records of all ranks.
-            piggybacks: the piggybacked integers of all ranks.
-        """
+        """Deliver the sums of the messages if all ranks have sent theirs for the same exchange."""
         places = {(record.purpose, record.pending, record.period, record.piggyback_length) for record in records}
         if self._packed is None or len(places) > 1 or records[0].purpose != Purpose.EXCHANGE:
             return

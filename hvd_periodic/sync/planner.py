@@ -9,8 +9,8 @@ from typing import Any
 
 from hvd_periodic.comm.agreement import raise_on_all
 from hvd_periodic.comm.handshake import Purpose, Record, leading
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.schedules.base import Clock, Schedule, next_exchange
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.status import GlobalStatus, LocalStatus
 
 
@@ -30,9 +30,7 @@ class Plan:
 def agreed_clock(records: Sequence[Record], clock: Clock) -> Clock:
     """Return the clock completed from records: the leading rank's learning rate, the slowest step time, the mean loss.
 
-    Args:
-        records: records of the ranks that train, or of all ranks if none does any more.
-        clock: the clock with the fields that all ranks know: step, round, period and memory.
+    The records are those of the ranks that train, or of all ranks if none does any more.
 
     Example:
         >>> from hvd_periodic import Clock
@@ -41,33 +39,29 @@ def agreed_clock(records: Sequence[Record], clock: Clock) -> Clock:
         >>> clock.learning_rate, clock.step_seconds, clock.loss
         (0.2, None, 2.0)
     """
-    seconds = [record.step_seconds for record in records if record.step_seconds is not None]
-    losses = [record.loss for record in records if record.loss is not None]
-    return replace(
-        clock,
-        learning_rate=leading(records).learning_rate,
-        step_seconds=max(seconds, default=None),
-        loss=sum(losses) / len(losses) if losses else None,
-    )
+    return _completed(clock, leading(records).learning_rate, records)
 
 
 def merge_clocks(clock: Clock, of_all: Sequence[Clock]) -> Clock:
     """Return one clock for several sets of ranks that must exchange together, as their members average gradients.
 
-    Args:
-        clock: the clock of this set of ranks.
-        of_all: the clocks of all ranks, in the same order on all ranks.
+    It has this set's step, round, period and memory, and the rest from ``of_all``, in the same order on all ranks.
 
     Example:
         >>> merge_clocks(Clock(loss=1.0), [Clock(loss=1.0, step_seconds=0.5), Clock(loss=3.0, step_seconds=0.25)])
         Clock(step=0, round=0, learning_rate=None, step_seconds=0.5, loss=2.0, period=0, memory={})
     """
-    rates = [other.learning_rate for other in of_all if other.learning_rate is not None]
-    seconds = [other.step_seconds for other in of_all if other.step_seconds is not None]
-    losses = [other.loss for other in of_all if other.loss is not None]
+    rates = (other.learning_rate for other in of_all if other.learning_rate is not None)
+    return _completed(clock, next(rates, None), of_all)
+
+
+def _completed(clock: Clock, learning_rate: float | None, told: Sequence[Record] | Sequence[Clock]) -> Clock:
+    """Return the clock with this learning rate, the slowest step time and the mean loss."""
+    seconds = [each.step_seconds for each in told if each.step_seconds is not None]
+    losses = [each.loss for each in told if each.loss is not None]
     return replace(
         clock,
-        learning_rate=rates[0] if rates else None,
+        learning_rate=learning_rate,
         step_seconds=max(seconds, default=None),
         loss=sum(losses) / len(losses) if losses else None,
     )
@@ -196,10 +190,6 @@ class Planner:
             return query(self.schedule, clock)
         return self._same_on_all(clock)
 
-    def first_async(self, learning_rate: float | None) -> Plan:
-        """Return the plan of the first exchange of an asynchronous rank."""
-        return query(self.schedule, Clock(learning_rate=learning_rate))
-
     def next_plan(self, handshake: GlobalStatus) -> Plan:
         """Return the plan of the exchange after this one, the same on all ranks.
 
@@ -221,10 +211,6 @@ class Planner:
             self._membership.log.debug("Training has ended, so the period stays as it was: %s", error)
         return Plan(handshake.step + max(handshake.period, 1), clock.memory)
 
-    def next_async(self, own: LocalStatus) -> Plan:
-        """Return the plan of the next exchange of an asynchronous rank."""
-        return query(self.schedule, own.clock)
-
     def _same_on_all(self, clock: Clock) -> Plan:
         """Query the schedule; check that all ranks that train together get the same answer.
 
@@ -232,7 +218,7 @@ class Planner:
             RuntimeError: the schedule failed, or its answers differ; raised on all ranks.
         """
         together = self._membership.all_ranks
-        if together.group is not None:
+        if self._membership.group is not None:
             clock = merge_clocks(clock, together.allgather_object(clock, "clock"))
         plan, failure = Plan(0, {}), None
         try:

@@ -35,6 +35,7 @@ class ProgressTracker:
     learning_rate: Callable[[], Any] | None = None
     changed: Callable[[], None] | None = None
     landing: int | None = None
+    notes: ScheduleState
     _counters: Counters
     _added: dict[str, Any]
 
@@ -61,15 +62,6 @@ class ProgressTracker:
         self._added = {}
         if self.changed is not None:
             self.changed()
-
-    @property
-    def notes(self) -> ScheduleState:
-        """The state that this rank keeps for its schedule."""
-        return self._notes
-
-    @notes.setter
-    def notes(self, notes: ScheduleState) -> None:
-        self._notes = notes
 
     @property
     def is_new(self) -> bool:

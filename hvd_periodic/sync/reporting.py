@@ -7,19 +7,18 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.arguments import described
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.journal import Journal, Listener
 from hvd_periodic.journal.base import Counters, Facts
 from hvd_periodic.journal.files import RunLog
 from hvd_periodic.journal.lines import LogListener
 from hvd_periodic.logs import logger, set_up
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.status import LocalStatus
 from hvd_periodic.version import __version__
 
@@ -27,12 +26,8 @@ if TYPE_CHECKING:
     from hvd_periodic.sync.exchanger import Exchanger
 
 
-def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Journal:
+def new_journal(membership: Membership, folder: Path | None) -> Journal:
     """Return the journal of a rank, which writes log lines on the root if they would be shown, and a run log if asked.
-
-    Args:
-        membership: returns the membership of this rank.
-        folder: folder of the run log; None: no run log.
 
     Raises:
         OSError: the folder cannot be created or written to.
@@ -40,9 +35,9 @@ def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Jo
     listeners: list[Listener] = []
     set_up()
     if logger.isEnabledFor(logging.INFO):
-        listeners.append(LogListener(lambda: membership().is_root, lambda: membership().number_among_several))
+        listeners.append(LogListener(lambda: membership.is_root, lambda: membership.number_among_several))
     if folder is not None:
-        listeners.append(RunLog(folder, lambda: (membership().global_rank, membership().number, membership().name)))
+        listeners.append(RunLog(folder, lambda: (membership.global_rank, membership.number, membership.name)))
     return Journal(listeners)
 
 

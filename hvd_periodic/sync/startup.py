@@ -12,11 +12,11 @@ from typing import Any, Generic, TypeVar
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.handshake import Purpose, Record
+from hvd_periodic.comm.membership import broadcaster
 from hvd_periodic.ranks import by_value, named, titled
 from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.exchanger import Exchanger, TakeoverState
 from hvd_periodic.sync.gradients import Assigned
-from hvd_periodic.sync.membership import broadcaster
 from hvd_periodic.sync.reporting import report_start
 
 
@@ -163,9 +163,6 @@ def warn_of_former(synchronizer: Any) -> None:
     """Warn on the root if another living synchronizer of the same parameters has steps since its last exchange.
 
     A new synchronizer starts all ranks from the root's parameters, so that the other ranks lose these steps.
-
-    Args:
-        synchronizer: the synchronizer that is about to start.
     """
     with _lock:
         living = [former for former in (reference() for reference in _started) if former is not None]
@@ -243,24 +240,19 @@ class Startup(Generic[V]):
         source = root if start is Start.FROM_ROOT else membership.global_root
         return parameters_replaced(start, statuses, membership.global_rank, source, averaging)
 
-    def broadcast(self) -> None:
-        """Give all ranks the state of the root."""
-        self.broadcast_from(self._context.membership.root_among_all)
-
     def broadcast_from(self, source: int) -> None:
         """Give all ranks the state of the rank ``source``."""
         context, membership = self._context, self._context.membership
         context.handshake.check_same_call(Purpose.BROADCAST, context.exchanged.replica.changes())
-        together = membership.all_ranks
-        steps = set(together.gather(context.progress.local_steps, "steps").values())
+        steps = set(membership.all_ranks.gather(context.progress.local_steps, "steps").values())
         if self._averaging(list(steps)) and len(steps) > 1:
             raise RuntimeError(
                 "Ranks that average their gradients need local optimizers in the same state, which broadcast() does "
                 f"not send: load the state on every rank. Received: states of steps {sorted(steps)}"
             )
         self._take_over(membership.communicator.handshake_group, source, membership.name)
-        if together.group is not None:
-            self._take_over(together.group, together.group_root, together.group_name)
+        if membership.group is not None:
+            self._take_over(membership.group, membership.group_root, membership.group_name)
         self._checkpoint.forget()
         if context.progress.local_steps == 0:
             self._plan_first_round(context.handshake.meet(Purpose.START))
@@ -276,8 +268,7 @@ class Startup(Generic[V]):
     def start_from_center(self, state: Mapping[str, Any] | None = None) -> None:
         """Set this rank's replica to the center, which it has taken over together with the counters.
 
-        Args:
-            state: a state with the center in full, if no rank holds all of it.
+        ``state`` has the center in full, if no rank holds all of it.
         """
         replica = self._context.exchanged.replica
         self._exchanger.discard()
@@ -370,7 +361,7 @@ class Startup(Generic[V]):
         mine = (progress.counters, progress.notes, checkpoint.run, known, state is not None, optimizer_state)
         gathered = communicator.broadcast_object(mine, f"{name}.progress", root)
         counters, notes, checkpoint.run, known, whole, optimizer_state = gathered
-        if known and communicator is self._context.membership.all_ranks.group and not placement.everywhere:
+        if known and communicator is self._context.membership.group and not placement.everywhere:
             raise RuntimeError(
                 f"With center={placement.name!r}, ranks that average their gradients hold other parts of the "
                 "center: load the state on every rank"

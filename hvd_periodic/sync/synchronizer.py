@@ -13,6 +13,7 @@ from hvd_periodic.arguments import require_int
 from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.journal import Journal
 from hvd_periodic.journal.base import Counters
 from hvd_periodic.journal.files import requested_folder
@@ -31,7 +32,6 @@ from hvd_periodic.sync.finite import RAISE, SKIP, as_nonfinite
 from hvd_periodic.sync.fragment_plan import by_fragments
 from hvd_periodic.sync.gradients import Gradients
 from hvd_periodic.sync.handshake import Handshake, Weight
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.optimizer_state import OptimizerState, state_exchange
 from hvd_periodic.sync.overlapped import Overlapped, as_overlap
 from hvd_periodic.sync.planner import Planner
@@ -171,10 +171,8 @@ class ReplicaSynchronizer(Generic[V]):
         outer = cast(CloneableOptimizer, outer).per_fragment(cut) if outer is not None and len(cut) > 1 else outer
         self.policy = as_local_state(optimizer_state)
         schedule = by_fragments(as_schedule(schedule, "schedule"), len(cut))
-        self.replica, self.exchanged = (
-            replica,
-            ExchangeSpec(replica, exchanger.suited(algorithm, communicator.size), outer, rates),
-        )
+        self.replica = replica
+        self.exchanged = ExchangeSpec(replica, exchanger.suited(algorithm, communicator.size), outer, rates)
         exchanger.check(schedule, self.policy)
         self.algorithm = self.exchanged.algorithm
         if weight is not None and not self.algorithm.takes_mean:
@@ -194,7 +192,7 @@ class ReplicaSynchronizer(Generic[V]):
         if reset is not None:
             reset.learn_start()
         self.run_log = requested_folder(run_log)
-        self.journal = journal or new_journal(lambda: self.membership, self.run_log)
+        self.journal = journal or new_journal(self.membership, self.run_log)
         context = ExchangeContext(
             self.exchanged,
             self.membership,
@@ -333,7 +331,8 @@ class ReplicaSynchronizer(Generic[V]):
         self.gradients.check(updated)
         self.begin(CallPoint.AFTER_UPDATE if updated else CallPoint.BEFORE_UPDATE)
         due = self.progress.count(updated)
-        self.warmup.on_end(self.restart_center)
+        if self.local_steps == self.warmup.until:
+            self.restart_center()
         if due:
             self.sync()
         elif self.progress.is_landing_due:
@@ -378,8 +377,9 @@ class ReplicaSynchronizer(Generic[V]):
         self.exchanger.check_alive()
         self.begin(CallPoint.END)
         self.exchanger.leave()
-        self.handshake.complete_background_save()
-        self.tell_end()
+        if self.handshake.background_save is not None:
+            self.handshake.background_save.complete()
+        self.journal.ended(self.counters)
 
     def audit(self) -> None:
         """Check that all ranks hold the same center, bit by bit; collective.
@@ -410,7 +410,7 @@ class ReplicaSynchronizer(Generic[V]):
                 averaged, which requires equal states of local optimizers.
         """
         self.center_reader.require_outside_center_block("broadcast")
-        self.startup.broadcast()
+        self.startup.broadcast_from(self.membership.root_among_all)
 
     @contextmanager
     def center(self) -> Iterator[None]:
@@ -496,10 +496,6 @@ class ReplicaSynchronizer(Generic[V]):
     @learning_rate.setter
     def learning_rate(self, learning_rate: Callable[[], Any] | None) -> None:
         self.progress.learning_rate = learning_rate
-
-    def tell_end(self) -> None:
-        """Report the end of training to the journal."""
-        self.journal.ended(self.counters)
 
     @property
     def begun(self) -> bool:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
-from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.arguments import described
 from hvd_periodic.centers import Placement, Replicated
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.agreement import ADVICE
 from hvd_periodic.comm.handshake import Purpose, Record, integers
-from hvd_periodic.local_state.base import LocalState
-from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, reset_to_center
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.fragment_plan import DueFragments, FragmentExchange, FragmentPlan, SinceLastSync
 from hvd_periodic.sync.piggyback import PiggybackedMessages
-from hvd_periodic.sync.planner import Plan
 from hvd_periodic.sync.reporting import report_exchange, with_distance
 from hvd_periodic.sync.status import GlobalStatus, LocalStatus, ScheduleState
 from hvd_periodic.sync.tensor_groups import TensorGroups
@@ -42,16 +37,6 @@ class Synchronous(Exchanger[V]):
     advice = ADVICE
     """What a user may have forgotten where centers differ."""
 
-    @classmethod
-    def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
-        """Return the algorithm, after a check of its rates for ``size`` ranks."""
-        algorithm.check(size)
-        return algorithm
-
-    @classmethod
-    def check(cls, schedule: Schedule, policy: LocalState) -> None:
-        """Accept every schedule and policy."""
-
     def __init__(self, context: ExchangeContext[V], place: type[Placement], use_locking: bool) -> None:
         membership, exchanged = context.membership, context.exchanged
         self.context = context
@@ -65,7 +50,7 @@ class Synchronous(Exchanger[V]):
                 f"`compression` is for sums over ranks, and {type(exchanged.algorithm).__name__} takes another "
                 f"reduction. Received: compression={context.wire!r}"
             )
-        groups = exchanged.groups(tensors, placements, self.overlapped, context.wire, membership.communicator)
+        groups = exchanged.groups(tensors, placements, membership, self.overlapped, context.wire)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.piggyback = PiggybackedMessages(self.tensor_groups, exchanged.replica, membership)
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
@@ -80,20 +65,10 @@ class Synchronous(Exchanger[V]):
     def join(self) -> None:
         """Exchange with the current members; bind the outer optimizer again if this rank's shard has changed."""
         membership, replica = self.context.membership, self.context.exchanged.replica
-        moved = [group.join(membership.communicator, membership.root) for group in self.tensor_groups]
+        moved = [group.join() for group in self.tensor_groups]
         self.piggyback = PiggybackedMessages(self.tensor_groups, replica, membership)
         if moved[0]:
             self._bind()
-
-    @property
-    def reads_together(self) -> bool:
-        """Whether reading the center is collective: unless it is on every rank."""
-        return not self.placement.everywhere
-
-    @property
-    def shows_loaded(self) -> bool:
-        """True: the tensor groups hold it."""
-        return True
 
     def facts(self) -> dict[str, object]:
         """Return the settings that all ranks must share: synchronous exchange and its options."""
@@ -106,10 +81,6 @@ class Synchronous(Exchanger[V]):
             "weight": "not given" if context.handshake.weight.given is None else "given",
             "audit_every": context.audit_every,
         }
-
-    def first_plan(self, records: Sequence[Record]) -> Plan:
-        """Return the plan of the first exchange, the same on all ranks."""
-        return self.context.planner.first_plan(records)
 
     def tell_failure(self, error: Exception) -> None:
         """Enter the handshake in which the other ranks wait for this one; they learn of the failure there."""
@@ -202,11 +173,9 @@ class Synchronous(Exchanger[V]):
             groups.audit()
         else:
             if due.completes:
-                last, membership = due.turns[-1].exchange, context.membership
+                last = due.turns[-1].exchange
                 if agreed.states_are_there and context.optimizer_state is not None:
-                    sent += context.optimizer_state.exchange(
-                        membership.communicator, last, due.periods, membership.name
-                    )
+                    sent += context.optimizer_state.exchange(last, due.periods)
                 sent += groups.exchange_statistics(last)
             sent += sum(self._send(turn, agreed.step, agreed.training) for turn in due.turns)
         self._constrain()
@@ -220,7 +189,7 @@ class Synchronous(Exchanger[V]):
 
     def _send(self, turn: FragmentExchange, step: int, training: bool) -> int:
         """Exchange a fragment of the parameters at a step; return the bytes handed to collectives."""
-        return self.tensor_groups.exchange_parameters(turn.exchange, turn.fragment)
+        return self.tensor_groups.parameters.exchange(turn.exchange, turn.fragment)
 
     def leave(self) -> None:
         """Take part in the exchanges of the others until all are done."""
@@ -231,14 +200,9 @@ class Synchronous(Exchanger[V]):
     def _moved_uncounted(self) -> str | None:
         """Return a message if this rank leaves without any counted step, but its parameters differ from the center."""
         counters = self.context.progress.counters
-        if (
-            counters.local_steps > 0
-            or counters.rounds > 0
-            or not self.placement.everywhere
-            or self.context.warmup.active
-        ):
+        if counters.local_steps > 0 or counters.rounds > 0 or self.context.warmup.active:
             return None
-        if not self.tensor_groups.distance() > 0:
+        if not self.placement.everywhere or not self.tensor_groups.distance() > 0:
             return None
         return (
             "The parameters have moved, but no step was counted: call step() of the wrapper or the synchronizer; "

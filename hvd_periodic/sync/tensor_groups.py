@@ -17,11 +17,9 @@ from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.agreement import ADVICE, audit
-from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.outer.framework import Hyperparameters, NoOuterOptimizer, OuterOptimizer
 from hvd_periodic.replica import Replica
-from hvd_periodic.sync.membership import Membership
-from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import Store
 from hvd_periodic.wires.base import Wire
@@ -56,7 +54,7 @@ class TensorGroups(Generic[V]):
 
         If gradients are averaged within groups of ranks, centers of statistics differ between the ranks of a group.
         """
-        return self._groups if self._membership.all_ranks.group is None else self._groups[:1]
+        return self._groups if self._membership.group is None else self._groups[:1]
 
     def reset(self) -> None:
         """Set the centers to the values of this rank, and forget what was accumulated."""
@@ -69,11 +67,9 @@ class TensorGroups(Generic[V]):
         Statistics were not averaged as long as gradients were.
         """
         self.reset()
-        membership = self._membership
         for group in self.statistics:
-            self.send_store(group.center, membership.broadcaster(f"{group.name}.restart"))
-            alone = Exchange(membership.communicator.size, 1, 1)
-            group.exchange(membership.communicator, alone, membership.name)
+            self.send_store(group.center, self._membership.broadcaster(f"{group.name}.restart"))
+            group.exchange(Exchange(self._membership.communicator.size, 1, 1))
 
     def give_values(self) -> None:
         """Give all ranks the root's parameters, statistics and constants."""
@@ -99,25 +95,12 @@ class TensorGroups(Generic[V]):
         for bucket in store.layout.buckets:
             store.write(bucket, send(store.read(bucket, out=self._replica.scratch(bucket, 0))))
 
-    def exchange(self, exchange: Exchange) -> int:
-        """Exchange all groups, in the same order on all ranks; return the bytes handed to collectives."""
-        return self.exchange_statistics(exchange) + self.exchange_parameters(exchange)
-
-    def exchange_parameters(self, exchange: Exchange, fragment: Fragment | None = None) -> int:
-        """Exchange the parameters, or a fragment of them; return the bytes handed to collectives."""
-        membership = self._membership
-        return self.parameters.exchange(membership.communicator, exchange, membership.name, fragment)
-
     def exchange_statistics(self, exchange: Exchange) -> int:
         """Exchange the statistics; return the bytes handed to collectives."""
-        communicator, name = self._membership.communicator, self._membership.name
-        return sum(group.exchange(communicator, exchange, name) for group in self.statistics)
+        return sum(group.exchange(exchange) for group in self.statistics)
 
     def audit(self, advice: str = ADVICE) -> None:
         """Check that the replicated centers are bitwise equal on all ranks; collective.
-
-        Args:
-            advice: what a user may have forgotten if they differ.
 
         Raises:
             RuntimeError: the centers differ; names the ranks and the first tensor.
@@ -154,7 +137,7 @@ class TensorGroups(Generic[V]):
         group, replica, total = self.parameters, self._replica, 0.0
         for bucket in group.values.layout.buckets:
             x = group.values.read(bucket, out=replica.scratch(bucket, 0))
-            center = group.fetch(self._membership.communicator, bucket, self._membership.name)
+            center = group.fetch(bucket)
             d = replica.space.sub(x, center, out=replica.scratch(bucket, 1))
             total += replica.space.dot(d, d)
         return total**0.5
@@ -234,9 +217,9 @@ class ExchangeSpec(Generic[V]):
         self,
         tensors: Sequence[Tensors],
         placements: Sequence[Placement],
+        membership: Membership,
         overlapped: bool = False,
         wire: Wire = Plain(),  # noqa: B008
-        communicator: Communicator | None = None,
     ) -> list[TensorGroup[V]]:
         """Return the groups with their centers, each with its placement.
 
@@ -250,11 +233,11 @@ class ExchangeSpec(Generic[V]):
                 *parameters[0],
                 self.replica,
                 parameters[1],
+                membership,
                 self.outer,
                 rates,
-                overlapped=overlapped,
-                wire=wire,
-                communicator=communicator,
+                overlapped,
+                wire,
             ),
-            *(TensorGroup(*kind, self.replica, placement) for kind, placement in statistics),
+            *(TensorGroup(*kind, self.replica, placement, membership) for kind, placement in statistics),
         ]

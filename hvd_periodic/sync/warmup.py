@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.ranks import named
@@ -37,22 +35,11 @@ class SynchronousWarmup:
         """Whether there was a warmup that has ended."""
         return self.until is not None and self._progress.local_steps >= self.until
 
-    def on_end(self, then: Callable[[], object]) -> None:
-        """Call ``then`` if the step just counted was the last of the warmup."""
-        if self._progress.local_steps == self.until:
-            then()
-
 
 def schedule_around(
     averaged: JobCommunicator | None, communicator: Communicator, schedule: Schedule, asynchronous: bool
 ) -> Schedule:
-    """Return the schedule of exchanges, which start after a warmup over the same ranks has ended.
-
-    Args:
-        averaged: the ranks whose gradients are averaged; None if no gradients are.
-        communicator: the ranks that exchange.
-        schedule: the requested schedule.
-        asynchronous: whether the exchange is asynchronous.
+    """Return the schedule of exchanges; if the same ranks average their gradients, they begin after that warmup.
 
     Raises:
         ValueError: the exchanging ranks average their gradients at every step, so that no exchange changes anything; or

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from hvd_periodic.checkpoints import Leaves, Saving
 from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
-from hvd_periodic.comm.training_group import TrainingGroup
-from hvd_periodic.sync.resume_from_center import start_from_saved_center
+from hvd_periodic.comm.membership import TrainingGroup, ranks_of_levels
+from hvd_periodic.elastic.shards import start_from_saved_center
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import described
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
@@ -191,10 +191,7 @@ def _levels(optimizer: Trained) -> list[VariableSynchronizer]:
 
 
 def _everyone(levels: Sequence[VariableSynchronizer]) -> TrainingGroup:
-    memberships = [level.membership for level in levels]
-    return TrainingGroup.of_levels(
-        [membership.all_ranks for membership in reversed(memberships)], memberships[0].global_root
-    )
+    return ranks_of_levels([level.membership for level in levels])
 
 
 def _local_variables(optimizer: Any) -> list[Any]:

@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.frames import running_methods
-from hvd_periodic.sync.membership import Membership
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.store import accumulation_dtype
 

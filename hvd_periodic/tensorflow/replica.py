@@ -176,12 +176,12 @@ class VariableReplica(Replica[Any]):
         """Return the weights that are constants by default."""
         return dict(self.named.unasked)
 
-    def some_of(self, tensor: Any, like: Any = None) -> np.ndarray:
+    def some_of(self, tensor: Any) -> np.ndarray:
         """Return a sample of the elements; eagerly."""
         held = isinstance(tensor, tf.Variable) and self.values.holds(tensor)
         flat = tf.reshape(self.values.read(tensor) if held else tensor, [-1])
         flat = flat[:: max(1, math.prod(tensor.shape) // SOME)]
-        return tf.cast(flat if like is None else tf.cast(flat, like.dtype), tf.float64).numpy()
+        return tf.cast(flat, tf.float64).numpy()
 
     def frozen(self) -> bytes:
         """Return a digest of the model's untrained weights, without statistics."""

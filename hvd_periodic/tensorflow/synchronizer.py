@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed
-from hvd_periodic.centers.placement import placement_of
+from hvd_periodic.centers import placement_of
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.subset import require_possible
 from hvd_periodic.options import of_exchange, takes

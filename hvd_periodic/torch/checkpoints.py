@@ -13,8 +13,8 @@ import torch
 
 from hvd_periodic.checkpoints import Leaves, Saving
 from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
-from hvd_periodic.comm.training_group import TrainingGroup
-from hvd_periodic.sync.resume_from_center import start_from_saved_center
+from hvd_periodic.comm.membership import TrainingGroup, ranks_of_levels
+from hvd_periodic.elastic.shards import start_from_saved_center
 from hvd_periodic.torch.model import original_module_name, original_name
 from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import INSIDE_KEY, STATE_KEY, PeriodicOptimizer, levels_of, synchronizer_of
@@ -78,10 +78,10 @@ def save(
         saved[MORE] = {name: value for name, value in more.items() if not has_state(value)}
         return saved
 
-    synchronizer, everyone = synchronizer_of(optimizer), _everyone(optimizer)
-    check = synchronizer.center_reader.require_outside_center_block
-    return synchronizer.checkpoint.save_files(
-        Path(path), everyone, check, state, Tensors(), keep=keep, background=background
+    levels = _levels(optimizer)
+    check = levels[0].center_reader.require_outside_center_block
+    return levels[0].checkpoint.save_files(
+        Path(path), _everyone(levels), check, state, Tensors(), keep=keep, background=background
     )
 
 
@@ -143,7 +143,7 @@ def load(
     def failed(why: str) -> None:
         levels[0].checkpoint.failure = why
 
-    found = resume(Path(path), _everyone(optimizer), at_step, Tensors(), stateful.keys(), restore, failed)
+    found = resume(Path(path), _everyone(levels), at_step, Tensors(), stateful.keys(), restore, failed)
     return {name: value for name, value in more.items() if name not in stateful} | found
 
 
@@ -197,9 +197,8 @@ def _levels(optimizer: Trained) -> list[Synchronizer]:
     return [level.synchronizer for level in levels_of(optimizer)] or [synchronizer_of(optimizer)]
 
 
-def _everyone(optimizer: Trained) -> TrainingGroup:
-    levels = [level.membership for level in _levels(optimizer)]
-    return TrainingGroup.of_levels([membership.all_ranks for membership in reversed(levels)], levels[0].global_root)
+def _everyone(levels: Sequence[Synchronizer]) -> TrainingGroup:
+    return ranks_of_levels([level.membership for level in levels])
 
 
 def _check(model: Any, optimizer: Any) -> None:

@@ -272,14 +272,14 @@ class TorchReplica(Replica[torch.Tensor]):
         frozen = {name: parameter for name, parameter in self.named.parameters if not parameter.requires_grad}
         return frozen | self.named.local_by_default()
 
-    def some_of(self, tensor: Any, like: Any = None) -> np.ndarray:
+    def some_of(self, tensor: Any) -> np.ndarray:
         """Return some elements of a tensor on any device; none if it is on the meta device."""
         flat = shard_of(tensor).detach()
         flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
         flat = flat[:: max(1, flat.numel() // SOME)]
         if flat.is_meta:
             return np.zeros(0)
-        return (flat if like is None else flat.to(like.dtype)).to("cpu", torch.float64).numpy()
+        return flat.to("cpu", torch.float64).numpy()
 
     def to_host(self, value: torch.Tensor, bucket: Bucket) -> np.ndarray:
         """Return a view, or a copy in pinned memory that a separate stream makes from the device."""

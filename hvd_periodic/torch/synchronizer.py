@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed
+from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
-from hvd_periodic.centers.placement import placement_of
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.job import JobCommunicator

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.spellings import RenamedAttribute
 from hvd_periodic.vectors.coding import Coding
+from hvd_periodic.vectors.layout import Bucket
+from hvd_periodic.vectors.store import Store
 
 V = TypeVar("V")
 
@@ -21,14 +23,21 @@ class Reduce(Protocol):
         """Start the reduction."""
 
 
-class Residual(Protocol[V]):
-    """The unsent part of the sums that a rank forms for the others, which it adds to the next sums."""
+@dataclass(frozen=True)
+class Residual(Generic[V]):
+    """The unsent part of the messages, or of the sums that a rank forms for the others, of one bucket."""
+
+    store: Store[V]
+    bucket: Bucket
 
     def read(self) -> V:
         """Return the residual."""
+        return self.store.read(self.bucket)
 
     def write(self, value: V) -> None:
-        """Replace the residual."""
+        """Replace the residual, which is added to the next message or sum."""
+        if self.bucket.size:
+            self.store.write(self.bucket, value)
 
 
 @dataclass(frozen=True)

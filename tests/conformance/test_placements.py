@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvd_periodic import Communicator, Every
-from hvd_periodic.centers.placement import PLACEMENTS
+from hvd_periodic.centers import PLACEMENTS
 from hvd_periodic.numpy import SGD
 from tests.conformance.discovery import algorithms
 from tests.helpers import Array, NumpyTrainer, errors, random_arrays, run_ranks

@@ -14,7 +14,7 @@ from hvd_periodic.centers import Placement, placement_of, saved_states, saved_ve
 from hvd_periodic.checkpoints import decode, encode, files, save_set
 from hvd_periodic.checkpoints.files import read_content
 from hvd_periodic.checkpoints.saving import SavePoint
-from hvd_periodic.comm.training_group import TrainingGroup
+from hvd_periodic.comm.membership import TrainingGroup
 from hvd_periodic.numpy import SGD
 from hvd_periodic.vectors.lending import Deferred
 from tests.helpers import NumpyTrainer, errors, random_arrays, run_ranks
@@ -32,7 +32,7 @@ def trained(communicator: Communicator, algorithm: Algorithm, center: str, **opt
 
 def save(trainer: NumpyTrainer, communicator: Communicator, path: Path, **options: Any) -> Path:
     """Save what the synchronizer has; return the file of this rank."""
-    state, everyone = trainer.synchronizer.state_dict, TrainingGroup(communicator)
+    state, everyone = trainer.synchronizer.state_dict, TrainingGroup([(communicator, communicator.handshake_name)])
     saving = save_set(path, everyone, lambda: SavePoint(3, ""), lambda: {"w": trainer.arrays, **state()}, **options)
     saving.wait()
     return saving.folder / f"rank-{communicator.rank}.npz"
@@ -137,7 +137,7 @@ def test_errors_of_collectives_stay_what_they_are(
 def test_what_cannot_be_saved_is_an_error_before_anything_travels(tmp_path: Path) -> None:
     def work(communicator: Communicator) -> None:
         trainer = trained(communicator, EASGD(0.25), "sharded")
-        state, everyone = trainer.synchronizer.state_dict, TrainingGroup(communicator)
+        state, everyone = trainer.synchronizer.state_dict, TrainingGroup([(communicator, communicator.handshake_name)])
         bad = {"bad": len} if communicator.rank == 1 else {}
         save_set(tmp_path, everyone, lambda: SavePoint(3, ""), lambda: {**bad, **state()})
 

@@ -9,7 +9,7 @@ import pytest
 
 from hvd_periodic import Communicator
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Algorithm, Averaging, DiLoCo, SlowMo
-from hvd_periodic.centers.placement import PLACEMENTS
+from hvd_periodic.centers import PLACEMENTS
 from hvd_periodic.comm import LocalCommunicator
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import errors, run_ranks

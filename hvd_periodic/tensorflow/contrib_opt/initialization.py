@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.training_group import TrainingGroup
+from hvd_periodic.comm.membership import Membership
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, value_of
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
@@ -44,15 +44,15 @@ class Initialization:
         self._getter = getter
         self._counters = counters
         self._first_companion = first_companion
-        self._together: TrainingGroup | None = None
+        self._membership: Membership | None = None
         self._global_step: Any = None
         self._buffer_centers: list[tuple[tf.Variable, Any]] = []
         self.times = 0
         self.shared_centers: list[SharedCenter] = []
 
-    def begin_within(self, together: TrainingGroup, prefix: str, global_step: Any) -> None:
-        """Include the groups of ranks, set a unique prefix of names, and also broadcast this global step, if any."""
-        self._together, self._prefix, self._global_step = together, prefix, global_step
+    def begin_within(self, membership: Membership, global_step: Any) -> None:
+        """Include the groups of ranks, take over their prefix of names, and also broadcast this global step, if any."""
+        self._membership, self._prefix, self._global_step = membership, membership.name, global_step
 
     def start_buffers(self, pairs: Iterable[tuple[tf.Variable, Any]]) -> None:
         """Start centers of statistics from the root's statistics, given (center, statistic) pairs."""
@@ -96,9 +96,9 @@ class Initialization:
     def _from_root(self, value: tf.Tensor, name: str) -> tf.Tensor:
         """Return the root's value, sent to the ranks that exchange with it, then to the others of their groups."""
         value = self._communicator.broadcast(value, f"{self._prefix}.{name}", ROOT)
-        together = self._together
-        if together is not None and together.group is not None:
-            value = together.group.broadcast(value, f"{together.group_name}.{name}", together.group_root)
+        membership = self._membership
+        if membership is not None and membership.group is not None:
+            value = membership.group.broadcast(value, f"{membership.group_name}.{name}", membership.group_root)
         return value
 
     def _start_from_centers(self) -> Assigned:

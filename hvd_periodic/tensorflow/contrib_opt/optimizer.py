@@ -141,7 +141,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         synchronizer.average_within(self._averaged)
         synchronizer.check_agreement()
         turn = SessionTurns.of(synchronizer.membership)
-        self._initialization.begin_within(synchronizer.membership.all_ranks, prefix, global_step)
+        self._initialization.begin_within(synchronizer.membership, global_step)
         with tf.device(None), self._getter.paused():
             self._create_slots_of(pairs)
             made = [*self.variables(), *(self._getter.made() if self._without_getter else [])]

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.sync.membership import Membership
+from hvd_periodic.comm.membership import Membership
 
 _PATIENCE_SECONDS = 600.0
 """How long a rank waits for the exchange of another of its optimizers, for which other ranks are ready."""
