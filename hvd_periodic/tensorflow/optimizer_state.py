@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.tensorflow.center_optimizer import copied
+from hvd_periodic.tensorflow.center_optimizer import MARK, copied
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.private import built_on
 from hvd_periodic.tensorflow.replica import VariableReplica
@@ -17,10 +17,6 @@ from hvd_periodic.vectors.store import Store
 
 _OTHERS = ("_trainable_variables", "_model_variables_moving_average", "_accumulated_gradients")
 """Lists that Keras keeps for every optimizer: the variables, their moving averages, sums of gradients."""
-
-
-_MARK = 0.73918246
-"""A value with which no optimizer state starts on its own."""
 
 
 class KerasOptimizerState:
@@ -114,6 +110,6 @@ def _kept(optimizer: Any) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:
 def _start_of(optimizer: Any) -> dict[str, float | None]:
     """Return the initial values of a new optimizer's entries; None for a copy of the variable."""
     trial = copied(optimizer, learning_rate=0.0)
-    trial.build([keras.Variable(np.full(1, _MARK, np.float32), name="probe")])
+    trial.build([keras.Variable(np.full(1, MARK, np.float32), name="probe")])
     values = {entry: float(variable.numpy()[0]) for entry, _, variable in _kept(trial)}
-    return {entry: None if abs(value - _MARK) < 1e-6 else value for entry, value in values.items()}
+    return {entry: None if abs(value - MARK) < 1e-6 else value for entry, value in values.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,27 +23,14 @@ Maximum = Callable[[Any], Any]
 """Returns the maximum of a scalar over ranks."""
 
 
-class FollowsRate(ABC):
+class FollowsRate:
     """Moves the center with the local optimizer's learning rate, on which ranks may have to agree.
 
     Attributes:
         maximum: returns the maximum over ranks; set by the synchronizer.
     """
 
-    maximum: Maximum
-
-    @property
-    @abstractmethod
-    def follows_rate(self) -> bool:
-        """Whether the learning rate is a variable, which ranks may set differently."""
-
-    @abstractmethod
-    def followed(self) -> list[Any]:
-        """Return the variables that an exchange reads."""
-
-    @abstractmethod
-    def follow(self, settings: Any) -> None:
-        """Adopt the rate in ``settings``, or this rank's current one."""
+    maximum: Maximum = staticmethod(lambda value: value)
 
 
 class VariableOuterOptimizer(FollowsRate):
@@ -69,7 +55,6 @@ class VariableOuterOptimizer(FollowsRate):
         self._parameters = list(parameters)
         self._host: tuple[list[np.ndarray], list[np.ndarray]] | None = None
         self._initial: list[Any] = []
-        self.maximum: Maximum = lambda value: value
 
     def clone(self) -> VariableOuterOptimizer:
         """Return a clone without a center."""
@@ -83,15 +68,6 @@ class VariableOuterOptimizer(FollowsRate):
     def name(self) -> str:
         """The class of the optimizer."""
         return type(self._moved.optimizer).__name__
-
-    @property
-    def follows_rate(self) -> bool:
-        """Whether the learning rate is a variable of the local optimizer, which ranks may set differently."""
-        return self._moved.follows_rate
-
-    def followed(self) -> list[Any]:
-        """Return the variables of the local optimizer that a step reads."""
-        return self._moved.followed()
 
     @property
     def given_rate(self) -> Any:
@@ -224,15 +200,6 @@ class DividedVariables(PerFragmentOptimizer, FollowsRate):
         """The learning rate of the optimizer that was given, if users may set it; else None."""
         return self.parts[0].given_rate
 
-    @property
-    def follows_rate(self) -> bool:
-        """Whether the learning rate is a variable of the local optimizer, which ranks may set differently."""
-        return self.parts[0].follows_rate
-
-    def followed(self) -> list[Any]:
-        """Return the variables of the local optimizer that a step reads."""
-        return self.parts[0].followed()
-
 
 class KerasLearningRate(FollowsRate, LearningRates):
     """The learning rate of a Keras optimizer, the same for all its variables; eagerly and in graphs.
@@ -246,16 +213,6 @@ class KerasLearningRate(FollowsRate, LearningRates):
         scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self._optimizer: Any = optimizer.inner_optimizer if scales else optimizer
         self._now: Any = None
-        self.maximum: Maximum = lambda value: value
-
-    @property
-    def follows_rate(self) -> bool:
-        """Whether the learning rate is a variable, which ranks may set differently."""
-        return not is_scheduled(self._optimizer)
-
-    def followed(self) -> list[Any]:
-        """Return the variables that an exchange reads."""
-        return [self._optimizer.iterations, *([self._optimizer.learning_rate] if self.follows_rate else [])]
 
     def settings(self) -> dict[str, object]:
         """Return the learning rate by readable name.
@@ -268,12 +225,12 @@ class KerasLearningRate(FollowsRate, LearningRates):
                 "The algorithm needs the learning rate of local steps, and "
                 f"{type(self._optimizer).__name__} consists of several optimizers, each with its own"
             )
-        rate = f"{self._as_float()}" if self.follows_rate else "scheduled"
+        rate = "scheduled" if is_scheduled(self._optimizer) else f"{self._as_float()}"
         return {"learning_rate of the local optimizer": rate}
 
     def hyperparameters(self) -> Any:
         """Return the learning rate if it is a variable; else None."""
-        return {"learning_rate": self._as_float()} if self.follows_rate else None
+        return None if is_scheduled(self._optimizer) else {"learning_rate": self._as_float()}
 
     def follow(self, settings: Any) -> None:
         """Adopt the rate in ``settings``, or this rank's current one; in a graph, as a tensor."""

@@ -19,7 +19,7 @@ from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.tensorflow.host import in_session
 from hvd_periodic.tensorflow.progress import VariableProgress
 from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
-from hvd_periodic.tensorflow.space import in_form_of
+from hvd_periodic.tensorflow.space import changed_if
 
 
 class VariableCenterReader(CenterReader[Any]):
@@ -128,23 +128,15 @@ class GraphGradients(Gradients[Any]):
         if tf.executing_eagerly() or until is None:
             super().show()
             return
-        gradients = list(replica.gradients)
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        shown: list[Any] = []
+        gradients = replica.gradients
 
-        def show() -> list[Any]:
+        def show(_: list[Any]) -> list[Any]:
             replica.gradients = list(gradients)
             self.run()
-            shown[:] = [replica.gradients[i] for i in present]
-            return shown
-
-        def leave() -> list[Any]:
-            return [in_form_of(form, gradients[i]) for i, form in zip(present, shown, strict=True)]
+            return [gradient for gradient in replica.gradients if gradient is not None]
 
         begun = cast(VariableProgress, setting.progress).steps_to(until) <= 0
-        for i, gradient in zip(present, tf.cond(begun, show, leave), strict=True):
-            gradients[i] = gradient
-        replica.gradients = gradients
+        replica.gradients = changed_if(begun, gradients, show)
 
 
 def _translated(state: Any, groups: TensorGroups[Any], named: NamedVariables) -> Any:

@@ -65,6 +65,11 @@ def branch(make: Callable[[], Assigned]) -> Callable[[], tf.Tensor]:
     return run
 
 
+def nothing() -> tf.Tensor:
+    """Do nothing: the other branch of :func:`branch`."""
+    return tf.constant(False)
+
+
 @contextmanager
 def control_flow_v1() -> Iterator[None]:
     """Build version 1 conditionals inside the block: version 2 branches cannot assign reference variables."""

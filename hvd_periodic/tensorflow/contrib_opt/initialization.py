@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,26 +24,17 @@ class Initialization:
         communicator: the ranks that exchange.
         getter: holds replicas, centers and companions.
         counters: makes the checks that variables are initialized; holds the counters that checkpoints hold.
-        first_companion: returns the initial value of the second variable of a trainable variable, given its center.
 
     Attributes:
         times: number of these operations.
         shared_centers: the asynchronous centers.
     """
 
-    def __init__(
-        self,
-        name: str,
-        communicator: Communicator,
-        getter: CustomGetter,
-        counters: CounterVariables,
-        first_companion: Callable[[tf.Tensor], tf.Tensor],
-    ) -> None:
+    def __init__(self, name: str, communicator: Communicator, getter: CustomGetter, counters: CounterVariables) -> None:
         self._name = self._prefix = name
         self._communicator = communicator
         self._getter = getter
         self._counters = counters
-        self._first_companion = first_companion
         self._together: TrainingGroup | None = None
         self._global_step: Any = None
         self._buffer_centers: list[tuple[tf.Variable, Any]] = []
@@ -64,9 +55,7 @@ class Initialization:
         for variable in variables:
             center = self._getter.centers[variable.ref()]
             value = tf.cast(value_of(variable), center.dtype.base_dtype)
-            assigned.append(center.assign(value))
-            if variable.ref() in self._getter.companions:
-                assigned.append(self._getter.companions[variable.ref()].assign(self._first_companion(value)))
+            assigned += [center.assign(value), *self._start_companion(variable.ref(), value)]
         return assigned
 
     def operation(self, of_centers: Sequence[Any]) -> tf.Operation:
@@ -109,6 +98,9 @@ class Initialization:
         for reference, center in self._getter.centers.items():
             local, value = reference.deref(), value_of(center)
             assigned.append(local.assign(tf.cast(value, local.dtype.base_dtype)))
-            if reference in self._getter.companions:
-                assigned.append(self._getter.companions[reference].assign(self._first_companion(value)))
+            assigned += self._start_companion(reference, value)
         return assigned
+
+    def _start_companion(self, reference: Any, center: tf.Tensor) -> Assigned:
+        companion = self._getter.companions.get(reference)
+        return [] if companion is None else [companion.assign(self._getter.first_companion(center))]
