@@ -21,7 +21,7 @@ from hvd_periodic.tensorflow.center_optimizer import is_scheduled
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import native
-from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
+from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer, levels_of
 from hvd_periodic.tensorflow.resharding import require_divisible, resharded
 from hvd_periodic.tensorflow.settings import innermost
 from hvd_periodic.tensorflow.stage import Stage
@@ -84,7 +84,7 @@ class State(CommittedState, ObjectState):
         self._tracked = {name: value for name, value in given.items() if _kept(value)}
         objects = {name: value for name, value in given.items() if name not in self._tracked}
         for name, value in self._tracked.items():
-            for level in _levels(value):
+            for level in levels_of(value):
                 _connect(level)
             averages = getattr(value, "gradient_group", None) is not None
             for kept in _kept(value):
@@ -279,7 +279,7 @@ def _kept(value: Any) -> list[Committable]:
 
     They read variables and settings only when a copy is made, since these may have been replaced by then.
     """
-    levels = _levels(value)
+    levels = levels_of(value)
     if levels:
         return [_kept_level(level) for level in levels]
     if isinstance(value, Synchronizer):
@@ -303,13 +303,8 @@ def _kept_level(level: PeriodicOptimizer) -> Committable:
         local = innermost(inner)
         return [*([] if is_scheduled(local) else [local.learning_rate]), *_given_rates(synchronizer)]
 
-    local: Callable[[], Sequence[Any]] = list if _levels(inner) else lambda: inner.variables
+    local: Callable[[], Sequence[Any]] = list if levels_of(inner) else lambda: inner.variables
     return _KeptSynchronizer(synchronizer, rates, local)
-
-
-def _levels(value: Any) -> list[PeriodicOptimizer]:
-    """Return an optimizer of this package and those nested in it."""
-    return [value, *_levels(value.inner_optimizer)] if isinstance(value, PeriodicOptimizer) else []
 
 
 def _given_rates(synchronizer: VariableSynchronizer) -> list[Any]:

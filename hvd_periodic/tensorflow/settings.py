@@ -49,10 +49,7 @@ class ForwardedSettings(keras.optimizers.Optimizer):
     @property
     def plain_optimizer(self) -> Any:
         """The optimizer inside of all wrappers of this package and of Keras."""
-        optimizer: Any = self.inner_optimizer
-        while isinstance(optimizer, (ForwardedSettings, keras.optimizers.LossScaleOptimizer)):
-            optimizer = optimizer.inner_optimizer
-        return optimizer
+        return _plain(self)
 
     def _forwards(self) -> bool:
         """Return whether settings are forwarded; not while Keras constructs or builds the wrapper, which has none."""
@@ -137,11 +134,16 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def optimizers_inside(optimizer: Any) -> Sequence[Any]:
-    """Return the optimizers inside all wrappers: one, or all optimizers of a MultiOptimizer."""
+def _plain(optimizer: Any) -> Any:
     while isinstance(optimizer, (ForwardedSettings, keras.optimizers.LossScaleOptimizer)):
         optimizer = optimizer.inner_optimizer
-    return getattr(optimizer, "optimizers", [optimizer])
+    return optimizer
+
+
+def optimizers_inside(optimizer: Any) -> Sequence[Any]:
+    """Return the optimizers inside all wrappers: one, or all optimizers of a MultiOptimizer."""
+    plain = _plain(optimizer)
+    return getattr(plain, "optimizers", [plain])
 
 
 def show_inside(optimizer: Any) -> None:
