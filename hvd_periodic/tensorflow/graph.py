@@ -239,7 +239,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.gradients.check(updated is not False)
         self.begin()  # The step being compiled has not run yet.
         due = self.count(updated)
-        restart, exchange = self._in_python(self.restart_center), apart(self._in_python(self._exchange_or_land))
+        restart, run = self._in_python(self.restart_center), self._in_python(self._exchange_or_land)
+        # One call: each operation of a branch that is not taken would cost time.
+        exchange = tf.function(run, autograph=False, experimental_attributes={"_noinline": True})
         if self.warmup.until is not None:
             tf.cond(tf.equal(self.steps_to_switch(), 0), restart, lambda: tf.constant(False))
         is_landing_due = self.progress.is_landing_due
@@ -342,12 +344,6 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             f"The state loaded on rank {self.place[0]} of {self.place[1]} was saved by rank {saved[0]} of "
             f"{saved[1]}, which held another part of the center: save and load a file per rank, on as many ranks"
         )
-
-
-def apart(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function that a branch runs as one call: each operation of a branch not taken would cost time."""
-    called: Callable[[], Any] = tf.function(run, autograph=False, experimental_attributes={"_noinline": True})
-    return called
 
 
 def refuse_xla() -> None:

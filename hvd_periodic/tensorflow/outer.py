@@ -42,9 +42,7 @@ class VariableOuterOptimizer(FollowsRate):
         values: holds the variables while Python exchanges for a compiled step.
     """
 
-    def __init__(
-        self, moved: Any, parameters: Sequence[tuple[str, tf.Variable]], values: HostValues | None = None
-    ) -> None:
+    def __init__(self, moved: Any, parameters: Sequence[tuple[str, tf.Variable]], values: HostValues) -> None:
         self._moved: CenterOptimizer = moved
         self._values = values
         self._center: Store[Any]
@@ -95,15 +93,15 @@ class VariableOuterOptimizer(FollowsRate):
         values = self._values
         if self._host is not None:
             self._moved.step_host(*self._host)
-        elif values is None or not all(map(values.holds, self._gradient.tensors())):
+        elif not all(map(values.holds, self._gradient.tensors())):
             self._moved.step()
         elif several_threads() and not values.changed(self._center, self._blocks):
-            self._step_compiled(values)
+            self._step_compiled()
         else:
             values.release()
             self._moved.step()
 
-    def _step_compiled(self, values: HostValues) -> None:
+    def _step_compiled(self) -> None:
         """Apply one compiled step while arrays represent the variables.
 
         Single operations, which Python starts, would take ten times as long.
@@ -113,7 +111,7 @@ class VariableOuterOptimizer(FollowsRate):
             self._compiled = constants, self._compile()
         moved = self._compiled[1](*(as_tensor(self._gradient.read(bucket)) for bucket in self._buckets))
         for block, vector in zip(self._blocks, moved, strict=True):
-            values.lend(self._center, block, np.asarray(vector))
+            self._values.lend(self._center, block, np.asarray(vector))
 
     def _compile(self) -> Callable[..., list[tf.Tensor]]:
         """Return a function that takes the buckets of the gradient, and returns the blocks of the center."""

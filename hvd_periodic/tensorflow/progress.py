@@ -67,7 +67,7 @@ class VariableProgress(ProgressTracker):
         schedule: Schedule,
         learning_rate: Callable[[], Any] | None,
         values: HostValues,
-        lands: bool = False,
+        lands: bool,
     ) -> None:
         self._of_session = in_session()
         self._landing: tf.Variable | None = None

@@ -102,7 +102,7 @@ class GraphOuterOptimizer(VariableOuterOptimizer):
     def step(self) -> None:
         """Apply the gradient to the center."""
         values = self._values
-        if not self.is_in_session or values is None:
+        if not self.is_in_session:
             super().step()
             return
         if not self._center.tensors():
