@@ -163,12 +163,7 @@ class CenterOptimizer:
             other.follow_exclusions()
 
     def take_rate(self, given: Any, maximum: Callable[[Any], Any]) -> None:
-        """Set the learning rate of the next step.
-
-        Args:
-            given: the rate on which ranks have agreed; None if all have the same, or a schedule determines it.
-            maximum: as in :func:`rate_of_now`.
-        """
+        """Set the learning rate of the next step, see :func:`rate_of_now`."""
         if self._followed is not None:
             self.optimizer.learning_rate = rate_of_now(self._followed, given, maximum)
         elif self._given_rate is not None:

@@ -235,11 +235,7 @@ def _cut_anew(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, A
 
 
 def _pairs(what: str, variables: Sequence[Any], values: Sequence[np.ndarray]) -> list[tuple[Any, np.ndarray]]:
-    """Return variables paired with their values.
-
-    Raises:
-        ValueError: the values belong to another model or optimizer.
-    """
+    """Return variables paired with their values; raise a ValueError if these are of another model or optimizer."""
     here, there = [tuple(variable.shape) for variable in variables], [value.shape for value in values]
     if here != there:
         number = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), None)

@@ -36,9 +36,6 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
     Args:
         process_set: the ranks that exchange. Default: all.
-
-    Raises:
-        RuntimeError, ValueError: as :class:`HorovodCommunicator`.
     """
 
     def __init__(self, process_set: Any = None) -> None:

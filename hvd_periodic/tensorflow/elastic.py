@@ -203,7 +203,6 @@ class _KeptSynchronizer(CommittableOptimizer):
     """A synchronizer, with the local variables of the optimizer that it belongs to, if it does.
 
     Args:
-        synchronizer: the synchronizer that runs the exchanges.
         rates: returns the learning rates on which ranks must agree before they exchange.
         local: returns the other variables.
     """
@@ -328,11 +327,7 @@ def _connect(optimizer: PeriodicOptimizer) -> None:
 
 
 def _built(model: keras.Model, optimizer: Any) -> Any:
-    """Return the optimizer, or the model's, after building it.
-
-    Raises:
-        ValueError: the model has no variables yet.
-    """
+    """Return the optimizer, or the model's, after building it; raise a ValueError if the model is not built."""
     if not model.built:
         raise ValueError("The model is not built: give it its input shape with keras.Input, or call model.build()")
     found = optimizer if optimizer is not None else getattr(model, "optimizer", None)

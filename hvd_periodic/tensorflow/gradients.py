@@ -21,7 +21,6 @@ class GradientPreparation:
     Args:
         local: the optimizer that takes the local steps; with a ``LossScaleOptimizer``, gradients are scaled.
         average: averages gradients over ranks; None: they are not averaged.
-        synchronizer: holds the algorithm, and the step at which averaging ends.
         index_of: returns the index of a variable among the parameters.
     """
 

@@ -84,13 +84,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         return VariableProgress(self._new_variable, schedule, self._rate, self._values, self._lands)
 
     def join(self, communicator: Communicator, root: int, name: str) -> None:
-        """Join these ranks in place of the previous ones; does not communicate.
-
-        Args:
-            communicator: the ranks.
-            root: the rank from whose values all start.
-            name: prefix of the names of collectives.
-        """
+        """Join these ranks in place of the previous ones, under this prefix of names; does not communicate."""
         self.membership.join(communicator, root, name)
         self.exchanger.join()
         self.on_joined()
@@ -119,9 +113,6 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         Compiled steps remain valid: Python runs their exchanges, with the present variables. If this rank now holds
         another shard of the center, the shard gets new variables, which are zeros until their values are set, unless a
         state was loaded before training began.
-
-        Args:
-            name: prefix of the names of collectives, the same on all ranks.
 
         Raises:
             ValueError: hyper-parameters that are invalid for this number of ranks.
@@ -292,8 +283,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     def stores(self, of_center: bool = True) -> list[Store[Any]]:
         """Return all variables that exchanges read or write, except the variables of local and outer optimizers.
 
-        Args:
-            of_center: whether to include the center and other variables that depend on the number of ranks.
+        Without ``of_center``, leave out the center and others that depend on the number of ranks.
         """
         found = [self.progress.store()]
         for group in self.tensor_groups:

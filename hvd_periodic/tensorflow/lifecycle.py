@@ -59,8 +59,6 @@ class ExchangeLifecycle:
 
     Args:
         optimizer: a ``PeriodicOptimizer``; it gets as far as ``BUILDING`` by itself.
-        binding: its ranks.
-        spec: its checked arguments.
 
     Attributes:
         model: returns the model, or None.
@@ -80,11 +78,7 @@ class ExchangeLifecycle:
 
     @property
     def synchronizer(self) -> VariableSynchronizer:
-        """Counts, asks the schedule and exchanges.
-
-        Raises:
-            RuntimeError: the variables are not known yet.
-        """
+        """Counts, asks the schedule and exchanges."""
         if self.optimizer.stage < Stage.CREATED:
             what, then = "is not built yet, so that there is no center", "build(model.trainable_variables) on all ranks"
             if self.binding.loaded:
@@ -169,11 +163,7 @@ class ExchangeLifecycle:
             raise
 
     def start(self) -> None:
-        """Check that all ranks agree, and start from the root's values or from the saved state.
-
-        Raises:
-            ValueError: ranks disagree; on all of them.
-        """
+        """Check that all ranks agree, and start from the root's values or from the saved state."""
         binding = self.binding
         if binding.waits:
             binding.connect()

@@ -24,10 +24,6 @@ class KerasOptimizerState:
 
     Keras optimizers hold it in lists, in the order of the variables. A state variable's name is that of the variable
     that it belongs to, followed by the name of the entry.
-
-    Args:
-        optimizer: the local optimizer, built.
-        replica: the exchanged variables.
     """
 
     def __init__(self, optimizer: Any, replica: VariableReplica) -> None:
@@ -68,11 +64,7 @@ class KerasOptimizerState:
         return [] if self._of_several else [self.store(pairs) for pairs in self.entries().values()]
 
     def learn_start(self) -> None:
-        """Find the initial values from a built copy.
-
-        Raises:
-            TypeError: the optimizer cannot be copied.
-        """
+        """Find the initial values from a built copy; raise a TypeError if the optimizer cannot be copied."""
         try:
             with tf.init_scope():
                 self._start = _start_of(self._optimizer)

@@ -200,11 +200,7 @@ class DividedVariables(PerFragmentOptimizer, FollowsRate):
 
 
 class KerasLearningRate(FollowsRate, LearningRates):
-    """The learning rate of a Keras optimizer, the same for all its variables; eagerly and in graphs.
-
-    Args:
-        optimizer: the local optimizer.
-    """
+    """The learning rate of a Keras optimizer, the same for all its variables; eagerly and in graphs."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         super().__init__(lambda: [optimizer.learning_rate])

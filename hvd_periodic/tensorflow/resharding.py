@@ -15,11 +15,9 @@ from hvd_periodic.tensorflow.outer import DividedVariables, VariableOuterOptimiz
 
 
 def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any]) -> Any:
-    """Return the saved state of the center's optimizer, resharded for the current ranks.
+    """Return the saved state of the center's optimizer, resharded for the current ranks, which exchange synchronously.
 
-    Args:
-        saved: the state saved by another number of ranks, with one entry per shard or in full.
-        synchronizer: the synchronizer of the current ranks, which exchange synchronously.
+    ``saved`` is the state of another number of ranks, with one entry per shard or in full.
     """
     first = _first(synchronizer)
     return saved if first is None else resharding.resharded(saved, synchronizer, _Variables(first.slots))

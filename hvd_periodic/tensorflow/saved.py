@@ -50,9 +50,6 @@ class SavedExchanges:
     A loaded optimizer receives the values of its variables before it creates them. Not in variables are an
     asynchronous center, and an exchange in flight.
 
-    Args:
-        asynchronous: whether there is an asynchronous center.
-
     Attributes:
         variables: the variables by name; empty until they are created.
         later: names of variables that files of earlier versions lack.
@@ -90,11 +87,7 @@ class SavedExchanges:
     def read(self, store: Any, reader: str) -> bool:
         """Keep the state that :meth:`write` saved for :meth:`settle`, and return True.
 
-        As in Keras, a state that was saved by another optimizer is skipped with a warning.
-
-        Args:
-            store: Keras's store for one optimizer.
-            reader: the class name of that optimizer, for the warning.
+        As in Keras, a state that was saved by another optimizer than a ``reader`` is skipped with a warning.
         """
         names = list(store.keys())
         if names and "local_steps" not in names:
@@ -139,11 +132,7 @@ class SavedExchanges:
         synchronizer.exchanger.load_in_flight_exchange(in_flight)
 
     def _assign_waiting(self) -> None:
-        """Assign the waiting values, if any.
-
-        Raises:
-            ValueError: the values belong to other variables.
-        """
+        """Assign the waiting values, if any; raise a ValueError if they belong to other variables."""
         known = self.variables.keys()
         # The memory of another schedule, and residuals of another compression, are useless here.
         waiting = {

@@ -28,9 +28,6 @@ class ForwardedSettings(keras.optimizers.Optimizer):
     """A wrapper that forwards its settings to the optimizer that takes the local steps.
 
     As everywhere in Keras, a compiled step keeps the settings with which it was compiled.
-
-    Attributes:
-        stage: the stage that the optimizer has reached.
     """
 
     inner_optimizer: keras.optimizers.Optimizer
@@ -149,10 +146,8 @@ def optimizers_inside(optimizer: Any) -> Sequence[Any]:
 def show_inside(optimizer: Any) -> None:
     """Make the optimizers that keep moving averages visible to Keras's ``SwapEMAWeights``.
 
-    The callback looks inside one wrapper only, the periodic optimizer, and then for an attribute ``optimizers``.
-
-    Args:
-        optimizer: the optimizer directly inside a periodic one.
+    The callback looks inside one wrapper only, the periodic optimizer, and then for an attribute ``optimizers``; the
+    argument is the optimizer directly inside a periodic one.
     """
     if isinstance(optimizer, (ForwardedSettings, keras.optimizers.LossScaleOptimizer)):
         optimizer.optimizers = tuple(optimizers_inside(optimizer))

@@ -83,11 +83,7 @@ class TensorSpace(VectorSpace[Any]):
 
 
 class HostSpace(VectorSpace[np.ndarray]):
-    """Arrays in host memory; results are in new memory that TensorFlow can share without a copy.
-
-    Args:
-        values: reads the variables that arrays represent.
-    """
+    """Arrays in host memory; results are in new memory that TensorFlow can share without a copy."""
 
     def __init__(self, values: HostValues) -> None:
         self.coding = ArrayCoding(values)

@@ -86,12 +86,7 @@ class CenterStore(VariableStore):
 
 
 class ArrayStore(VariableStore):
-    """Variables in host memory: outside graphs, they are read as arrays and assigned from arrays.
-
-    Args:
-        layout, variables: as in :class:`VariableStore`.
-        values: reads and writes the variables outside graphs.
-    """
+    """Variables in host memory: outside graphs, they are read as arrays and assigned from arrays."""
 
     def __init__(self, layout: Layout, variables: Sequence[tf.Variable], values: HostValues) -> None:
         super().__init__(layout, variables)

@@ -15,11 +15,7 @@ Assigned = list[Any]
 
 
 class TensorStore(VariableStore):
-    """Holds values in place of variables, until they are assigned.
-
-    Attributes:
-        variables: the variables from which values are loaded and to which they are assigned.
-    """
+    """Holds values in place of ``variables``, from which they are loaded and to which they are assigned."""
 
     def __init__(self, layout: Any, variables: Sequence[tf.Variable]) -> None:
         super().__init__(layout, variables)

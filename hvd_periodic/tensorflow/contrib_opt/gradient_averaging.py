@@ -42,12 +42,9 @@ class SynchronousPhase:
     """Computes gradients, which a DistributedOptimizer averages until local steps begin.
 
     Args:
-        opt: the local optimizer.
         until: the step up to which gradients are averaged; None if there is no such phase.
-        counters: counts local steps.
         communicator: the ranks that exchange, of which the root alone may have restored its steps; None if a hook gives
             all ranks the same start.
-        name: name of the optimizer.
     """
 
     def __init__(

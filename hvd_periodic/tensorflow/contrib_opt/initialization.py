@@ -19,12 +19,6 @@ from hvd_periodic.tensorflow.contrib_opt.shared_center import SharedCenter
 class Initialization:
     """Broadcasts the root's centers and global step, then sets all local variables from the center.
 
-    Args:
-        name: name of the optimizer.
-        communicator: the ranks that exchange.
-        getter: holds replicas, centers and companions.
-        counters: makes the checks that variables are initialized; holds the counters that checkpoints hold.
-
     Attributes:
         times: number of these operations.
         shared_centers: the asynchronous centers.

@@ -51,13 +51,7 @@ _HOW_TO_START = {
 
 
 class GraphOptimizer(tf.compat.v1.train.Optimizer):
-    """Takes local steps and exchanges every period.
-
-    Args:
-        request: the arguments of the constructor.
-        use_locking: whether asynchronous exchanges in shared memory exclude each other.
-        name: name of the optimizer.
-    """
+    """Takes local steps and exchanges every period."""
 
     BETA = BETA
 
@@ -356,7 +350,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         if isinstance(exchanger, SessionAsynchronous):
             centers = [self._getter.centers[reference] for reference in references]
             exchanger.keep(ArrayStore(replica.parameters.layout, centers, replica.values))
-            shared = SharedCenter(synchronizer, centers, [v for _, v in named.averaged])
+            shared = SharedCenter(exchanger, centers, [v for _, v in named.averaged])
             self._initialization.shared_centers.append(shared)
         else:
             exchanger.advice = _HOW_TO_START[self._without_getter]

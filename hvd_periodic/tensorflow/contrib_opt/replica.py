@@ -26,11 +26,6 @@ class GraphReplica(VariableReplica):
     """The local replicas of a graph, whose centers and companions exist already.
 
     Python computes with arrays while a session waits for it; graphs compute with tensors.
-
-    Args:
-        named: the variables by role.
-        vectors: the existing variables of the algorithm's state, by name.
-        new_variable: makes the variables that do not exist yet.
     """
 
     def __init__(
@@ -146,9 +141,6 @@ class CenterOptimizer:
 
     ``tf.contrib.opt`` applied the local optimizer itself, so that Adam's powers of β advanced at local steps as well.
 
-    Args:
-        local: the local optimizer.
-
     Attributes:
         optimizer: the copy.
         others: the clones of this object, one per fragment of the parameters.
@@ -197,9 +189,6 @@ class HostCenterOptimizer:
     Args:
         local: the local optimizer.
         given: dtypes and shapes of the hyper-parameters that every step gets, by attribute name.
-
-    Attributes:
-        optimizer: the local optimizer.
 
     Raises:
         ValueError: a hyper-parameter that is not ``given`` is a tensor, which belongs to the user's graph.

@@ -118,13 +118,6 @@ class SessionStartup:
 
     It corresponds to :meth:`ReplicaSynchronizer.begin` in PyTorch and Keras. Like a broadcast of global variables, it
     covers all global variables, except the variables of other optimizers, which start separately.
-
-    Args:
-        synchronizer: knows the other ranks.
-        turn: waits until all ranks start with this optimizer.
-        getter: knows the replicas, and the variables that belong to optimizers.
-        own: the variables of this optimizer.
-        first: tells whether a step is the first.
     """
 
     def __init__(
@@ -154,8 +147,7 @@ class SessionStartup:
     def replaced(self, start_centers: Callable[[], Assigned]) -> tf.Tensor:
         """Return whether the start makes this rank's gradients stale, so that it must skip the update.
 
-        Args:
-            start_centers: returns the operations that set the centers to the replicas.
+        ``start_centers`` returns the operations that set the centers to the replicas.
         """
 
         def begin() -> tf.Tensor:
@@ -177,13 +169,9 @@ class SessionStartup:
             return tf.cond(self._first(), begin, nothing)
 
     def _compare(self, center: tf.Tensor, replica: tf.Tensor) -> list[tf.Tensor]:
-        """Compare the values of all ranks when the graph runs, as :meth:`ReplicaSynchronizer.begin` does.
+        """Compare the digests of all ranks when the graph runs, as :meth:`ReplicaSynchronizer.begin` does.
 
-        A rank has loaded a state if its local steps are not 0.
-
-        Args:
-            center: digest of the centers, which may have been loaded.
-            replica: digest of the values for which there are gradients.
+        A rank has loaded a state if its local steps are not 0; it may have loaded the centers, too.
 
         Returns:
             Whether all ranks take over the root's values; whether the center is set to the parameters; whether the
@@ -247,9 +235,7 @@ class SessionStartup:
 def digest_of(tensors: Sequence[Any], chosen: Callable[[], Sequence[bool]] | None = None) -> tf.Tensor:
     """Return a digest of values, computed when the graph runs; equal values have equal digests.
 
-    Args:
-        tensors: the values.
-        chosen: returns which of the values to include. None: all.
+    ``chosen`` returns which of the values to include; None: all.
     """
 
     def digest(*values: tf.Tensor) -> tf.Tensor:

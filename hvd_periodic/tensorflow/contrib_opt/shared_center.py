@@ -8,26 +8,17 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_periodic.tensorflow.contrib_opt.branches import TensorStore
-from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous
 
 
 class SharedCenter:
-    """Starts and ends the exchanges with an asynchronous center.
-
-    Args:
-        synchronizer: the synchronizer that exchanges with the center.
-        centers: this rank's variables for the center of the parameters.
-        statistics: the variables that are averaged.
-    """
+    """Starts and ends the exchanges with an asynchronous center."""
 
     def __init__(
-        self, synchronizer: VariableSynchronizer, centers: Sequence[tf.Variable], statistics: Sequence[tf.Variable]
+        self, exchanger: SessionAsynchronous, centers: Sequence[tf.Variable], statistics: Sequence[tf.Variable]
     ) -> None:
-        exchanger = synchronizer.exchanger
-        if exchanger.worker is None:
-            raise ValueError("The synchronizer is not asynchronous")
         self._worker = exchanger.worker
-        self._is_root = synchronizer.membership.is_root
+        self._is_root = exchanger.context.membership.is_root
         self._centers = TensorStore(exchanger.tensor_groups.parameters.values.layout, centers)
         self._stores = [self._centers]
         if statistics:

@@ -28,8 +28,6 @@ class StepEnd:
     """Counts local steps, and exchanges at the last step of each period.
 
     Args:
-        synchronizer: counts and exchanges.
-        turn: waits until all ranks exchange with this optimizer.
         global_step: incremented by one, if there is one.
         counts_rounds: whether ``global_step`` counts exchanges, as in ``tf.contrib.opt``; otherwise it counts local
             steps, as a Horovod script expects.

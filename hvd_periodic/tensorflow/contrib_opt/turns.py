@@ -31,9 +31,6 @@ class SessionTurns:
     they differ, the optimizer with the smallest number goes first, and the others wait for its exchange on their rank.
     A session with one thread cannot start another exchange meanwhile: there, one optimizer must depend on the other.
 
-    Args:
-        communicator: the ranks.
-
     Attributes:
         constructed: number of optimizers constructed for these ranks; a single optimizer asks no other rank.
     """
