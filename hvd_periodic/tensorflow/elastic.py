@@ -22,7 +22,7 @@ from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer, levels_of
-from hvd_periodic.tensorflow.resharding import require_divisible, resharded
+from hvd_periodic.tensorflow.resharding import first_outer, require_divisible, resharded
 from hvd_periodic.tensorflow.settings import innermost
 from hvd_periodic.tensorflow.stage import Stage
 from hvd_periodic.tensorflow.synchronizer import Synchronizer
@@ -308,7 +308,7 @@ def _kept_level(level: PeriodicOptimizer) -> Committable:
 
 def _given_rates(synchronizer: VariableSynchronizer) -> list[Any]:
     """Return the learning rate of the center's optimizer if users may set it: joining ranks take it over."""
-    outer: Any = synchronizer.exchanged.outer
+    outer = first_outer(synchronizer)
     rate = None if outer is None else outer.given_rate
     return [] if rate is None else [rate]
 

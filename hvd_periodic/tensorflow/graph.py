@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.sync.synchronizer import Exchangers, ReplicaSynchronizer
@@ -71,8 +72,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         alone = self.exchanger.worker is not None
         self.replica.refuse_constraints(self.tensor_groups.parameters.center.layout, alone)
         follower, self._share = self.exchanged.hyperparameters, None
-        if isinstance(follower, FollowsRate) and not alone:
-            follower.maximum = self._maximum
+        for each in follower.parts if isinstance(follower, PerFragmentOptimizer) else [follower]:
+            if isinstance(each, FollowsRate) and not alone:
+                each.maximum = self._maximum
         if self.exchanger.reads_together and not in_session():  # In a session, a rank has the whole center or none.
             self._share = new_variable("share", (2,), tf.int64, np.array(self.place))
             self.handshake.checks.append(self._share_problem)

@@ -58,9 +58,9 @@ class VariableOuterOptimizer(FollowsRate):
         """Return a clone without a center."""
         return type(self)(self._moved.clone(), self._parameters, self._values)
 
-    def per_fragment(self, fragments: Sequence[Fragment]) -> DividedVariables:
+    def per_fragment(self, fragments: Sequence[Fragment]) -> PerFragmentOptimizer:
         """Return one outer optimizer for each fragment."""
-        return DividedVariables(self, fragments)
+        return PerFragmentOptimizer(self, fragments)
 
     @property
     def name(self) -> str:
@@ -176,27 +176,6 @@ class VariableOuterOptimizer(FollowsRate):
     def _require_elementwise(self, share: Layout, whole: Layout) -> None:
         if share.specs and share is not whole:
             require_elementwise(self.name, share, whole, self._moved.steps)
-
-
-class DividedVariables(PerFragmentOptimizer, FollowsRate):
-    """One outer optimizer per fragment, all with the same learning rate."""
-
-    parts: list[VariableOuterOptimizer]  # type: ignore[assignment]
-
-    @property
-    def maximum(self) -> Maximum:
-        """Returns the maximum over ranks."""
-        return self.parts[0].maximum
-
-    @maximum.setter
-    def maximum(self, maximum: Maximum) -> None:
-        for part in self.parts:
-            part.maximum = maximum
-
-    @property
-    def given_rate(self) -> Any:
-        """The learning rate of the optimizer that was given, if users may set it; else None."""
-        return self.parts[0].given_rate
 
 
 class KerasLearningRate(FollowsRate, LearningRates):

@@ -223,7 +223,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         for hook in self._hooks:
             hook.use()
         moved = [] if self._center_optimizer is None else self._center_optimizer.variables()
-        with tf.control_dependencies([on_host(self._drop, [])] if self._options["overlap"] else []):
+        with tf.control_dependencies([on_host(self._drop)] if self._options["overlap"] else []):
             return self._initialization.operation([*self._getter.vectors.values(), *moved] if self._everywhere else [])
 
     def _drop(self) -> list[int]:

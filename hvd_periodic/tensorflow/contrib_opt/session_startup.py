@@ -211,7 +211,7 @@ class SessionStartup:
         """Return the operations that give all ranks the root's values."""
         assigned = self._give_together(self._own, "start")
         assigned += [variable.assign(tf.zeros_like(variable)) for variable in self._unsent]
-        free = on_host(lambda: [int(not self._getter.is_anothers(variable)) for variable in self._frozen], [])
+        free = on_host(lambda: [int(not self._getter.is_anothers(variable)) for variable in self._frozen])
         for i, variable in enumerate(self._frozen):
 
             def give(variable: Any = variable, name: str = f"start.{i}") -> Assigned:
