@@ -21,7 +21,7 @@ from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous, 
 from hvd_periodic.tensorflow.contrib_opt.getters import belongs_to_optimizer, parts
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import SynchronousPhase, plain
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
-from hvd_periodic.tensorflow.contrib_opt.initialization import Initialization
+from hvd_periodic.tensorflow.contrib_opt.initialization import Initialization, SharedCenter
 from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, checked, reference_of, trained_by, with_gradient
 from hvd_periodic.tensorflow.contrib_opt.rates import SessionRates, learning_rate_of
 from hvd_periodic.tensorflow.contrib_opt.replica import (
@@ -32,7 +32,6 @@ from hvd_periodic.tensorflow.contrib_opt.replica import (
 )
 from hvd_periodic.tensorflow.contrib_opt.request import Request, spelled_as
 from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT, SessionStartup, initialize_with
-from hvd_periodic.tensorflow.contrib_opt.shared_center import SharedCenter
 from hvd_periodic.tensorflow.contrib_opt.step_end import StepEnd
 from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurns, Turn
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
@@ -356,7 +355,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             exchanger.advice = _HOW_TO_START[self._without_getter]
             for group in synchronizer.tensor_groups.statistics:
                 pairs = zip(group.center.tensors(), group.values.tensors(), strict=True)
-                self._initialization.start_buffers(pairs)
+                self._initialization.buffer_centers += pairs
         return synchronizer
 
 
