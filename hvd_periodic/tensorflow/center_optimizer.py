@@ -28,7 +28,7 @@ _OF_LOCAL_STEPS_ONLY: dict[str, Any] = {
 _PLAIN = (bool, int, float, str, type(None))
 """Types of settings that become constants in a compiled function."""
 
-_MARK = 0.73918246
+MARK = 0.73918246
 """A value with which no optimizer state starts on its own."""
 
 
@@ -130,9 +130,9 @@ class CenterOptimizer:
         """Build the optimizer; its state must not depend on the centers' values, which are not set yet."""
         values = [center.numpy() for center in self._centers]  # zeros, or values that a checkpoint has just restored
         for center in self._centers:
-            center.assign(tf.fill(center.shape, tf.cast(_MARK, center.dtype)))
+            center.assign(tf.fill(center.shape, tf.cast(MARK, center.dtype)))
         self.optimizer.build(self._centers)
-        copies = [v for v in self.optimizer.variables if v.shape and np.allclose(v.numpy(), _MARK, rtol=1e-6)]
+        copies = [v for v in self.optimizer.variables if v.shape and np.allclose(v.numpy(), MARK, rtol=1e-6)]
         for center, value in zip(self._centers, values, strict=True):
             center.assign(value)
         if any(np.size(copy.numpy()) for copy in copies):
@@ -163,12 +163,7 @@ class CenterOptimizer:
             other.follow_exclusions()
 
     def take_rate(self, given: Any, maximum: Callable[[Any], Any]) -> None:
-        """Set the learning rate of the next step.
-
-        Args:
-            given: the rate on which ranks have agreed; None if all have the same, or a schedule determines it.
-            maximum: as in :func:`rate_of_now`.
-        """
+        """Set the learning rate of the next step, see :func:`rate_of_now`."""
         if self._followed is not None:
             self.optimizer.learning_rate = rate_of_now(self._followed, given, maximum)
         elif self._given_rate is not None:
@@ -241,12 +236,6 @@ class CenterOptimizer:
         for variable, array in zip(self._centers, centers, strict=True):
             array[...] = variable.numpy()
 
-    def followed(self) -> list[Any]:
-        """Return the variables of the local optimizer that a step reads."""
-        if self._followed is None:
-            return []
-        return [self._followed.iterations, *([] if self._scheduled else [self._followed.learning_rate])]
-
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters of the next step, by readable name."""
         with warnings.catch_warnings():
@@ -257,14 +246,9 @@ class CenterOptimizer:
         config["learning_rate"] = "scheduled" if self._scheduled else float(keras.ops.convert_to_numpy(rate))
         return {f"{key} of the center optimizer": value for key, value in sorted(config.items()) if key != "name"}
 
-    @property
-    def follows_rate(self) -> bool:
-        """Whether the learning rate is a variable of the local optimizer, which ranks may set differently."""
-        return self._followed is not None and not self._scheduled
-
     def hyperparameters(self) -> dict[str, float] | None:
-        """Return the learning rate if it is a variable of the local optimizer; else None."""
-        if self._followed is None or not self.follows_rate:
+        """Return the learning rate if it is a variable of the local optimizer, which ranks may set differently."""
+        if self._followed is None or self._scheduled:
             return None
         return {"learning_rate": float(keras.ops.convert_to_numpy(self._followed.learning_rate))}
 

@@ -17,8 +17,9 @@ from hvd_periodic.comm.membership import TrainingGroup, ranks_of_levels
 from hvd_periodic.elastic.shards import start_from_saved_center
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import described
-from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
+from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer, levels_of
 from hvd_periodic.tensorflow.resharding import resharded
+from hvd_periodic.tensorflow.settings import innermost
 from hvd_periodic.tensorflow.store import array_of
 
 Trained = PeriodicOptimizer | VariableSynchronizer
@@ -68,19 +69,15 @@ def save(
     def state() -> dict[str, Any]:
         return {
             "exchanges": [level.state_dict() for level in levels],
-            "local": [_values(variable) for variable in _local_variables(optimizer)],
-            "model": [_values(variable) for variable in _variables(model)],
-            STATES: {name: list(map(_values, _variables(v))) for name, v in more.items() if _has_variables(v)},
+            "local": list(map(array_of, _local_variables(optimizer))),
+            "model": list(map(array_of, _variables(model))),
+            STATES: {name: list(map(array_of, _variables(v))) for name, v in more.items() if _has_variables(v)},
             MORE: {name: value for name, value in more.items() if not _has_variables(value)},
         }
 
-    require_outside_center_block, save_files = (
-        levels[0].center_reader.require_outside_center_block,
-        levels[0].checkpoint.save_files,
-    )
-    return save_files(
-        Path(path), _everyone(levels), require_outside_center_block, state, Tensors(), keep=keep, background=background
-    )
+    ranks, check = _everyone(levels), levels[0].center_reader.require_outside_center_block
+    save_files = levels[0].checkpoint.save_files
+    return save_files(Path(path), ranks, check, state, Tensors(), keep=keep, background=background)
 
 
 def load(
@@ -183,11 +180,9 @@ def _check(model: Any, optimizer: Any) -> None:
 
 def _levels(optimizer: Trained) -> list[VariableSynchronizer]:
     """Return the synchronizers of nested optimizers, the outermost first."""
-    levels, level = [], optimizer
-    while isinstance(level, PeriodicOptimizer):
-        levels.append(level.synchronizer)
-        level = level.inner_optimizer
-    return [*levels, level] if isinstance(level, VariableSynchronizer) else levels
+    if isinstance(optimizer, VariableSynchronizer):
+        return [optimizer]
+    return [level.synchronizer for level in levels_of(optimizer)]
 
 
 def _everyone(levels: Sequence[VariableSynchronizer]) -> TrainingGroup:
@@ -196,9 +191,7 @@ def _everyone(levels: Sequence[VariableSynchronizer]) -> TrainingGroup:
 
 def _local_variables(optimizer: Any) -> list[Any]:
     """Return the variables of the optimizer that takes the local steps; none for a synchronizer."""
-    while isinstance(optimizer, PeriodicOptimizer):
-        optimizer = optimizer.inner_optimizer
-    return [] if isinstance(optimizer, VariableSynchronizer) else _variables(optimizer)
+    return [] if isinstance(optimizer, VariableSynchronizer) else _variables(innermost(optimizer))
 
 
 def _variables(owner: Any) -> list[Any]:
@@ -238,16 +231,8 @@ def _cut_anew(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, A
     return state | {"center_optimizer": resharded(state["center_optimizer"], level)}
 
 
-def _values(variable: Any) -> np.ndarray:
-    return array_of(variable)
-
-
 def _pairs(what: str, variables: Sequence[Any], values: Sequence[np.ndarray]) -> list[tuple[Any, np.ndarray]]:
-    """Return variables paired with their values.
-
-    Raises:
-        ValueError: the values belong to another model or optimizer.
-    """
+    """Return variables paired with their values; raise a ValueError if these are of another model or optimizer."""
     here, there = [tuple(variable.shape) for variable in variables], [value.shape for value in values]
     if here != there:
         number = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), None)

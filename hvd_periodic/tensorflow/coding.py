@@ -105,11 +105,7 @@ class GraphCoding(Coding[Any]):
 
 
 class ArrayCoding(Coding[np.ndarray]):
-    """Coding of arrays in host memory, and of the variables that they stand for.
-
-    Args:
-        values: reads the variables.
-    """
+    """Coding of arrays in host memory, and of the variables that they stand for."""
 
     def __init__(self, values: HostValues) -> None:
         self._values = values

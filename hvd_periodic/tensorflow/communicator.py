@@ -36,9 +36,6 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
     Args:
         process_set: the ranks that exchange. Default: all.
-
-    Raises:
-        RuntimeError, ValueError: as :class:`HorovodCommunicator`.
     """
 
     def __init__(self, process_set: Any = None) -> None:
@@ -53,10 +50,6 @@ class TensorFlowCommunicator(HorovodCommunicator):
     def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Reduce and scatter; the result is a new tensor."""
         return self._begin(self._hvd.reducescatter, buffer, name, op=self._hvd.Sum)
-
-    def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
-        """Gather; the result is a new tensor."""
-        return self._run(self._hvd.allgather, buffer, name)
 
     def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
         """Gather; the result is a new tensor."""
@@ -97,11 +90,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         """Broadcast; Horovod takes the root's global rank."""
-        return self._run(self._hvd.broadcast, buffer, name, root_rank=self.ranks[root])
-
-    def _run(self, operation: Callable[..., Any], buffer: Any, name: str, **options: Any) -> Any:
-        """Return the result of one collective."""
-        return self._begin(operation, buffer, name, **options)()
+        return self._begin(self._hvd.broadcast, buffer, name, root_rank=self.ranks[root])()
 
     def _begin(self, operation: Callable[..., Any], buffer: Any, name: str, **options: Any) -> Callable[[], Any]:
         """Start one collective; return a function that waits for its result. A tensor's result is available at once."""
@@ -124,26 +113,20 @@ class TensorFlowCommunicator(HorovodCommunicator):
         if tf.executing_eagerly():
             result = self.tracker.run_blocking(lambda: run(buffer))
         else:
-            result = self._apart(run, buffer, key)
+            # Constants would be moved into the function, and the collective would run when the graph is optimized.
+            buffer = tf.raw_ops.PlaceholderWithDefault(input=buffer, shape=buffer.shape)
+            result = self._called_apart(run, buffer, key)(buffer)
         return lambda: result
-
-    def _apart(self, run: Callable[[Any], Any], buffer: tf.Tensor, key: tuple[Any, ...]) -> tf.Tensor:
-        """Return the result of one collective in a graph, called as a separate function.
-
-        Horovod's operations are not marked as having side effects. Grappler therefore removes graph nodes whose result
-        a rank does not use, merges nodes with equal inputs and folds nodes with constant inputs, on that rank alone, so
-        that the other ranks wait forever. A function that is not inlined prevents this and keeps the node's name.
-        """
-        # Constants would be moved into the function, and the collective would run when the graph is optimized.
-        buffer = tf.raw_ops.PlaceholderWithDefault(input=buffer, shape=buffer.shape)
-        return self._called_apart(run, buffer, key)(buffer)
 
     def _called_apart(
         self, run: Callable[[Any], Any], buffer: tf.Tensor, key: tuple[Any, ...]
     ) -> Callable[[tf.Tensor], tf.Tensor]:
-        """Return one collective as a function, so that it keeps its name, which Horovod drops outside functions.
+        """Return one collective as a function that is not inlined, in which it keeps its name.
 
-        While an unnamed collective is in flight, a script could not run other collectives.
+        Outside functions Horovod drops the name, and while an unnamed collective is in flight, a script could not run
+        other collectives. In a graph, Horovod's operations are not marked as having side effects. Grappler therefore
+        removes nodes whose result a rank does not use, merges nodes with equal inputs and folds nodes with constant
+        inputs, on that rank alone, so that the other ranks wait forever.
         """
         spec = tf.TensorSpec(buffer.shape, buffer.dtype)
         if (*key, spec) not in self._compiled:
@@ -160,15 +143,18 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
     def gather(self, array: np.ndarray, name: str) -> np.ndarray:
         """Gather an array, eagerly or in a separate session."""
-        return self.tracker.run_blocking(lambda: self._gathered(array, name))
 
-    def _gathered(self, array: np.ndarray, name: str) -> np.ndarray:
-        with tf.init_scope():
-            if tf.executing_eagerly():
-                return np.asarray(self._hvd.allgather(tf.constant(array), name=name, process_set=self.process_set))
-        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-            gathered = self._hvd.allgather(tf.constant(array), name=name, process_set=self.process_set)
-            return np.asarray(session.run(gathered))
+        def gathered() -> Any:
+            return self._hvd.allgather(tf.constant(array), name=name, process_set=self.process_set)
+
+        def run() -> np.ndarray:
+            with tf.init_scope():
+                if tf.executing_eagerly():
+                    return np.asarray(gathered())
+            with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+                return np.asarray(session.run(gathered()))
+
+        return self.tracker.run_blocking(run)
 
     def __reduce__(self) -> tuple[Any, ...]:
         process_set = None if self.process_set.process_set_id == 0 else self.process_set

@@ -21,8 +21,8 @@ from hvd_periodic.tensorflow.center_optimizer import is_scheduled
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import native
-from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
-from hvd_periodic.tensorflow.resharding import require_divisible, resharded
+from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer, levels_of
+from hvd_periodic.tensorflow.resharding import first_outer, require_divisible, resharded
 from hvd_periodic.tensorflow.settings import innermost
 from hvd_periodic.tensorflow.stage import Stage
 from hvd_periodic.tensorflow.synchronizer import Synchronizer
@@ -84,7 +84,7 @@ class State(CommittedState, ObjectState):
         self._tracked = {name: value for name, value in given.items() if _kept(value)}
         objects = {name: value for name, value in given.items() if name not in self._tracked}
         for name, value in self._tracked.items():
-            for level in _levels(value):
+            for level in levels_of(value):
                 _connect(level)
             averages = getattr(value, "gradient_group", None) is not None
             for kept in _kept(value):
@@ -203,7 +203,6 @@ class _KeptSynchronizer(CommittableOptimizer):
     """A synchronizer, with the local variables of the optimizer that it belongs to, if it does.
 
     Args:
-        synchronizer: the synchronizer that runs the exchanges.
         rates: returns the learning rates on which ranks must agree before they exchange.
         local: returns the other variables.
     """
@@ -279,7 +278,7 @@ def _kept(value: Any) -> list[Committable]:
 
     They read variables and settings only when a copy is made, since these may have been replaced by then.
     """
-    levels = _levels(value)
+    levels = levels_of(value)
     if levels:
         return [_kept_level(level) for level in levels]
     if isinstance(value, Synchronizer):
@@ -303,18 +302,13 @@ def _kept_level(level: PeriodicOptimizer) -> Committable:
         local = innermost(inner)
         return [*([] if is_scheduled(local) else [local.learning_rate]), *_given_rates(synchronizer)]
 
-    local: Callable[[], Sequence[Any]] = list if _levels(inner) else lambda: inner.variables
+    local: Callable[[], Sequence[Any]] = list if levels_of(inner) else lambda: inner.variables
     return _KeptSynchronizer(synchronizer, rates, local)
-
-
-def _levels(value: Any) -> list[PeriodicOptimizer]:
-    """Return an optimizer of this package and those nested in it."""
-    return [value, *_levels(value.inner_optimizer)] if isinstance(value, PeriodicOptimizer) else []
 
 
 def _given_rates(synchronizer: VariableSynchronizer) -> list[Any]:
     """Return the learning rate of the center's optimizer if users may set it: joining ranks take it over."""
-    outer: Any = synchronizer.exchanged.outer
+    outer = first_outer(synchronizer)
     rate = None if outer is None else outer.given_rate
     return [] if rate is None else [rate]
 
@@ -333,11 +327,7 @@ def _connect(optimizer: PeriodicOptimizer) -> None:
 
 
 def _built(model: keras.Model, optimizer: Any) -> Any:
-    """Return the optimizer, or the model's, after building it.
-
-    Raises:
-        ValueError: the model has no variables yet.
-    """
+    """Return the optimizer, or the model's, after building it; raise a ValueError if the model is not built."""
     if not model.built:
         raise ValueError("The model is not built: give it its input shape with keras.Input, or call model.build()")
     found = optimizer if optimizer is not None else getattr(model, "optimizer", None)

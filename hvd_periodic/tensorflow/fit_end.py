@@ -21,11 +21,6 @@ class FitEnd:
     Keras first calls ``finalize_variable_values`` of the optimizer, then ``on_train_end`` of the callbacks, in their
     order. The first of these calls runs :meth:`run`, so that the order does not matter.
 
-    Args:
-        optimizer: the periodic optimizer.
-        model: the model that is trained.
-        callbacks: all callbacks of this ``fit``.
-
     Raises:
         ValueError: callbacks that contradict each other.
     """

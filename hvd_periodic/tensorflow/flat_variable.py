@@ -14,9 +14,6 @@ class FlatVariable:
 
     It converts to a tensor of the variable's current value, and supports the operators of tensors.
 
-    Args:
-        variable: a variable of any shape.
-
     Example:
         >>> variable = tf.Variable([[1.0, 2.0]])
         >>> flat = FlatVariable(variable)

@@ -19,9 +19,6 @@ class GradientAverage:
 
     With Keras 3, Horovod 0.28.1's own optimizer does not average gradients, and it cannot be saved.
 
-    Args:
-        distributed: that optimizer, which is not used otherwise.
-
     Attributes:
         communicator: the ranks over which gradients are averaged.
 

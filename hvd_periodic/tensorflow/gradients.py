@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvd_periodic.tensorflow.gradient_averaging import GradientAverage
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import native
-from hvd_periodic.tensorflow.space import in_form_of, scaled
+from hvd_periodic.tensorflow.space import changed_if, scaled
 from hvd_periodic.tensorflow.store import accumulation_dtype
 
 
@@ -21,7 +21,6 @@ class GradientPreparation:
     Args:
         local: the optimizer that takes the local steps; with a ``LossScaleOptimizer``, gradients are scaled.
         average: averages gradients over ranks; None: they are not averaged.
-        synchronizer: holds the algorithm, and the step at which averaging ends.
         index_of: returns the index of a variable among the parameters.
     """
 
@@ -54,21 +53,8 @@ class GradientPreparation:
             return gradients
         if tf.executing_eagerly() or synchronizer.warmup.until is None:
             return average(gradients, variables)
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        shown = [gradients[i] for i in present]
-        means: list[Any] = []
-
-        def mean() -> list[Any]:
-            means[:] = average(shown, [variables[i] for i in present])
-            return means
-
-        def leave() -> list[Any]:
-            return [in_form_of(form, gradient) for form, gradient in zip(means, shown, strict=True)]
-
-        averaged = list(gradients)
-        for i, gradient in zip(present, tf.cond(synchronizer.steps_to_switch() > 0, mean, leave), strict=True):
-            averaged[i] = gradient
-        return averaged
+        trained = [variable for variable, gradient in zip(variables, gradients, strict=True) if gradient is not None]
+        return changed_if(synchronizer.steps_to_switch() > 0, gradients, lambda present: average(present, trained))
 
     def _updates(self, gradients: list[Any]) -> tuple[Any, Any]:
         """Return whether the local update will run, and the scale of the gradients; None if they are not scaled."""
@@ -79,28 +65,19 @@ class GradientPreparation:
 
     def _shown(self, gradients: list[Any], variables: list[Any], updated: Any, scale: Any) -> list[Any]:
         """Return the gradients after the algorithm's local rule, which sees them without their scale."""
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        position = [self._index_of(variables[i]) for i in present]
+        pairs = zip(variables, gradients, strict=True)
+        position = [self._index_of(variable) for variable, gradient in pairs if gradient is not None]
         parameters = len(self._synchronizer.replica.parameters.layout.specs)
-        prepared: list[Any] = []
 
         def unscaled(gradient: Any) -> Any:
             """Return a gradient without its scale, in a dtype in which it does not underflow."""
             return scaled(1.0 / scale, tf.cast(gradient, accumulation_dtype(gradient.dtype)))
 
-        def show() -> list[Any]:
+        def show(present: list[Any]) -> list[Any]:
             shown: list[Any] = [None] * parameters
-            for i, index in zip(present, position, strict=True):
-                shown[index] = gradients[i] if scale is None else unscaled(gradients[i])
+            for index, gradient in zip(position, present, strict=True):
+                shown[index] = gradient if scale is None else unscaled(gradient)
             shown = self._synchronizer.prepare_gradients(shown)
-            prepared[:] = [shown[index] if scale is None else scaled(scale, shown[index]) for index in position]
-            return prepared
+            return [shown[index] if scale is None else scaled(scale, shown[index]) for index in position]
 
-        def skip() -> list[Any]:
-            """Return non-finite gradients in the form of the results of ``show``, which was traced before."""
-            return [in_form_of(form, gradients[i]) for i, form in zip(present, prepared, strict=True)]
-
-        made = list(gradients)
-        for i, gradient in zip(present, show() if updated is True else tf.cond(updated, show, skip), strict=True):
-            made[i] = gradient
-        return made
+        return changed_if(updated, gradients, show)

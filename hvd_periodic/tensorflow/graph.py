@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.sync.synchronizer import Exchangers, ReplicaSynchronizer
@@ -71,8 +72,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         alone = self.exchanger.worker is not None
         self.replica.refuse_constraints(self.tensor_groups.parameters.center.layout, alone)
         follower, self._share = self.exchanged.hyperparameters, None
-        if isinstance(follower, FollowsRate) and not alone:
-            follower.maximum = self._maximum
+        for each in follower.parts if isinstance(follower, PerFragmentOptimizer) else [follower]:
+            if isinstance(each, FollowsRate) and not alone:
+                each.maximum = self._maximum
         if self.exchanger.reads_together and not in_session():  # In a session, a rank has the whole center or none.
             self._share = new_variable("share", (2,), tf.int64, np.array(self.place))
             self.handshake.checks.append(self._share_problem)
@@ -84,13 +86,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         return VariableProgress(self._new_variable, schedule, self._rate, self._values, self._lands)
 
     def join(self, communicator: Communicator, root: int, name: str) -> None:
-        """Join these ranks in place of the previous ones; does not communicate.
-
-        Args:
-            communicator: the ranks.
-            root: the rank from whose values all start.
-            name: prefix of the names of collectives.
-        """
+        """Join these ranks in place of the previous ones, under this prefix of names; does not communicate."""
         self.membership.join(communicator, root, name)
         self.exchanger.join()
         self.on_joined()
@@ -119,9 +115,6 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         Compiled steps remain valid: Python runs their exchanges, with the present variables. If this rank now holds
         another shard of the center, the shard gets new variables, which are zeros until their values are set, unless a
         state was loaded before training began.
-
-        Args:
-            name: prefix of the names of collectives, the same on all ranks.
 
         Raises:
             ValueError: hyper-parameters that are invalid for this number of ranks.
@@ -239,7 +232,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.gradients.check(updated is not False)
         self.begin()  # The step being compiled has not run yet.
         due = self.count(updated)
-        restart, exchange = self._in_python(self.restart_center), apart(self._in_python(self._exchange_or_land))
+        restart, run = self._in_python(self.restart_center), self._in_python(self._exchange_or_land)
+        # One call: each operation of a branch that is not taken would cost time.
+        exchange = tf.function(run, autograph=False, experimental_attributes={"_noinline": True})
         if self.warmup.until is not None:
             tf.cond(tf.equal(self.steps_to_switch(), 0), restart, lambda: tf.constant(False))
         is_landing_due = self.progress.is_landing_due
@@ -290,8 +285,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     def stores(self, of_center: bool = True) -> list[Store[Any]]:
         """Return all variables that exchanges read or write, except the variables of local and outer optimizers.
 
-        Args:
-            of_center: whether to include the center and other variables that depend on the number of ranks.
+        Without ``of_center``, leave out the center and others that depend on the number of ranks.
         """
         found = [self.progress.store()]
         for group in self.tensor_groups:
@@ -342,12 +336,6 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             f"The state loaded on rank {self.place[0]} of {self.place[1]} was saved by rank {saved[0]} of "
             f"{saved[1]}, which held another part of the center: save and load a file per rank, on as many ranks"
         )
-
-
-def apart(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function that a branch runs as one call: each operation of a branch not taken would cost time."""
-    called: Callable[[], Any] = tf.function(run, autograph=False, experimental_attributes={"_noinline": True})
-    return called
 
 
 def refuse_xla() -> None:

@@ -13,14 +13,10 @@ import tensorflow as tf
 from hvd_periodic.tensorflow.private import create_variable
 
 
-def on_host(function: Callable[..., list[int]], inputs: list[tf.Tensor]) -> tf.Tensor:
-    """Return the result of a Python function of integer vectors when the graph runs: for decisions, never for data."""
-
-    def call(*tensors: tf.Tensor) -> tf.Tensor:
-        return tf.constant(function(*(tensor.numpy().tolist() for tensor in tensors)), dtype=tf.int64)
-
+def on_host(function: Callable[[], list[int]]) -> tf.Tensor:
+    """Return the integers that a Python function returns when the graph runs: for decisions, never for data."""
     with tf.device("CPU:0"):
-        result = tf.py_function(call, inputs, tf.int64)
+        result = tf.py_function(lambda: tf.constant(function(), dtype=tf.int64), [], tf.int64)
     result.set_shape([None])
     return result
 

@@ -35,9 +35,6 @@ class _Place(NamedTuple):
 class Blocks:
     """The blocks of stores: whole variables, or parts of large ones; small variables share a block.
 
-    Args:
-        stores: the stores.
-
     Attributes:
         runs: groups of blocks that are written together, each with its store.
         of_bucket: the blocks of a bucket, by the identity of its store and its index.

@@ -66,15 +66,8 @@ def on_arrays(
 ) -> Callable[..., list[np.ndarray]]:
     """Return a function of arrays that represent the blocks of stores while Python runs.
 
-    The function returns a flag for every run of blocks, whether Python has changed any of them, followed by the blocks,
-    which are empty if Python has not.
-
-    Args:
-        run: Python code; its arguments are the arrays after those of the blocks.
-        values: reads and writes the variables.
-        stores: variables that the graph reads and assigns.
-        given: their blocks.
-        lent: as in :func:`hosted`.
+    It passes further arrays to ``run``. It returns a flag for every run of blocks, whether Python has changed any of
+    them, followed by the blocks, which are empty if Python has not. The other arguments are as in :func:`hosted`.
     """
     held = Blocks([*stores, *lent])
     keys = [key_of(store, block) for store, of_run in given.runs for block in of_run]

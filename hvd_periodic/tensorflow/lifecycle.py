@@ -59,8 +59,6 @@ class ExchangeLifecycle:
 
     Args:
         optimizer: a ``PeriodicOptimizer``; it gets as far as ``BUILDING`` by itself.
-        binding: its ranks.
-        spec: its checked arguments.
 
     Attributes:
         model: returns the model, or None.
@@ -80,11 +78,7 @@ class ExchangeLifecycle:
 
     @property
     def synchronizer(self) -> VariableSynchronizer:
-        """Counts, asks the schedule and exchanges.
-
-        Raises:
-            RuntimeError: the variables are not known yet.
-        """
+        """Counts, asks the schedule and exchanges."""
         if self.optimizer.stage < Stage.CREATED:
             what, then = "is not built yet, so that there is no center", "build(model.trainable_variables) on all ranks"
             if self.binding.loaded:
@@ -127,7 +121,7 @@ class ExchangeLifecycle:
             return
         spec, options, binding = self.spec, self.spec.options, self.binding
         named = named_variables(self.optimizer._trainable_variables, self.model(), options["buffers"])
-        replica = VariableReplica(named, self._new_variable, forget_variable=self.saved.variables.variables.pop)
+        replica = VariableReplica(named, self._new_variable, forget_variable=self.saved.variables.pop)
         ranks, root = binding.communicator, 0
         sums = as_wire(options["compression"]).forms_sums(ranks, False)
         if spec.asynchronous or options["center"] != "replicated" or sums:
@@ -153,15 +147,15 @@ class ExchangeLifecycle:
         )
         self.optimizer.stage = Stage.CREATED
         self.prepare = GradientPreparation(local, binding.average, synchronizer, self.optimizer._get_variable_index)
-        self.saved.variables.formerly = named.formerly
+        self.saved.formerly = named.formerly
         saved = synchronizer.checkpoint.saved_center = self.saved.center(synchronizer.tensor_groups)
         if saved is not None:
             synchronizer.exchanger.has_loaded(saved)
         self._name_center_optimizer()
         if synchronizer.tensor_groups.parameters.error_feedback.second_hop_residual is not None:
             self._new_variable(SUMS_OF, (2,), tf.int64, np.array(synchronizer.place))
-        varying = {name for name in self.saved.variables.variables if depends_on_wire(name)}
-        self.saved.variables.later = varying | set(synchronizer.progress.note_variables) | ADDED
+        varying = {name for name in self.saved.variables if depends_on_wire(name)}
+        self.saved.later = varying | set(synchronizer.progress.note_variables) | ADDED
         try:
             self.saved.settle(synchronizer)
         except ValueError as error:
@@ -169,11 +163,7 @@ class ExchangeLifecycle:
             raise
 
     def start(self) -> None:
-        """Check that all ranks agree, and start from the root's values or from the saved state.
-
-        Raises:
-            ValueError: ranks disagree; on all of them.
-        """
+        """Check that all ranks agree, and start from the root's values or from the saved state."""
         binding = self.binding
         if binding.waits:
             binding.connect()
@@ -235,14 +225,14 @@ class ExchangeLifecycle:
 
     def _forget_sums_of_others(self) -> None:
         """Reset the residual of sums if it is another rank's, brought here by a file or a broadcast."""
-        marked = self.saved.variables.variables.get(SUMS_OF)
+        marked = self.saved.variables.get(SUMS_OF)
         if marked is not None and native(marked).numpy().tolist() != self.synchronizer.place:
             self.synchronizer.tensor_groups.parameters.error_feedback.reset_second_hop()
             marked.assign(self.synchronizer.place)
 
     def write(self, store: Any) -> None:
         """Save the state of the exchanges with the model, see :meth:`SavedExchanges.write`."""
-        marked, stage = self.saved.variables.variables.get(SUMS_OF), self.optimizer.stage
+        marked, stage = self.saved.variables.get(SUMS_OF), self.optimizer.stage
         if marked is not None and stage is Stage.OPEN:
             marked.assign(self.synchronizer.place)  # A broadcast after the first step may have overwritten it.
         synchronizer = self._synchronizer if stage >= Stage.CREATED else None
@@ -259,15 +249,15 @@ class ExchangeLifecycle:
         options = {"shape": tuple(shape), "dtype": dtype.name, "name": name}
         variable = self.optimizer.add_variable(initializer=keras.initializers.Constant(initial_value), **options)
         self._made.append(variable)
-        self.saved.variables.variables[name] = variable
+        self.saved.variables[name] = variable
         return native(variable)
 
     def on_joined(self) -> None:
         """List the present variables in the optimizer, in the order that a new optimizer would have."""
         self._name_center_optimizer()
-        named = self.saved.variables
-        named.later |= {name for name in named.variables if depends_on_wire(name)}
-        own = {id(variable) for variable in named.variables.values()}
+        saved = self.saved
+        saved.later |= {name for name in saved.variables if depends_on_wire(name)}
+        own = {id(variable) for variable in saved.variables.values()}
         order = {id(variable): i for i, variable in enumerate(self.synchronizer.held())}
         left = [variable for variable in self._made if id(variable) in own]
         left.sort(key=lambda variable: order.get(id(native(variable)), len(order)))
@@ -277,7 +267,7 @@ class ExchangeLifecycle:
 
     def _name_center_optimizer(self) -> None:
         """Register the variables of the center's optimizer to be saved, each under its name."""
-        center, saved = self.spec.center, self.saved.variables.variables
+        center, saved = self.spec.center, self.saved.variables
         if center is None or self.spec.asynchronous:
             return
         for name in [name for name in saved if name.startswith(_CENTER_OPTIMIZER)]:

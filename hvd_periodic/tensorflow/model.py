@@ -59,11 +59,9 @@ def described(value: object) -> str:
 
 
 def with_rest_of(model: keras.Model | None, variables: Sequence[AnyVariable]) -> list[AnyVariable]:
-    """Return the variables that take part, given those of the first step: all trainable ones, as for a built model.
+    """Return the variables that take part: all trainable ones of the model, as if it were built, and the given ones.
 
-    Args:
-        model: the model that was passed to the optimizer, if any.
-        variables: the variables of the step, which may include others than the model's.
+    These are the variables of the first step, which may include others than the model's.
     """
     given = set(map(id, variables))
     trained = [] if model is None else [v for v in model.trainable_variables if id(v) in given or have_values([v])]

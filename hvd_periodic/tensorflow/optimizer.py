@@ -146,13 +146,9 @@ class PeriodicOptimizer(ForwardedSettings):
 
     def finalize(self) -> None:
         """Leave training on every level, optimizers inside first; see ``synchronizer.finalize()``."""
-        self._leave_inside()
+        for level in reversed(levels_of(self.inner_optimizer)):
+            level.synchronizer.leave()
         self.synchronizer.finalize()
-
-    def _leave_inside(self) -> None:
-        if isinstance(self.inner_optimizer, PeriodicOptimizer):
-            self.inner_optimizer._leave_inside()
-            self.inner_optimizer.synchronizer.leave()
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Leave training if required, then set the variables to the final values of the wrapped optimizer.
@@ -168,13 +164,8 @@ class PeriodicOptimizer(ForwardedSettings):
             self.finalize()
         self.plain_optimizer.finalize_variable_values(var_list)
         if averages:
-            self._average(var_list)
-
-    def _average(self, variables: Sequence[Any]) -> None:
-        """Set variables to their mean over ranks: over the ranks of optimizers inside, then of this one."""
-        if isinstance(self.inner_optimizer, PeriodicOptimizer):
-            self.inner_optimizer._average(variables)
-        average_among(self.synchronizer.membership, variables)
+            for level in reversed(levels_of(self)):
+                average_among(level.synchronizer.membership, var_list)
 
     def attach(
         self,
@@ -315,11 +306,8 @@ class PeriodicOptimizer(ForwardedSettings):
         made, arguments = self.__reduce__()
         copied: Self = made(*arguments)
         memo[id(self)] = copied
-        original: Any = self
-        copy: Any = copied
-        while isinstance(copy, PeriodicOptimizer):
+        for copy, original in zip(levels_of(copied), levels_of(self), strict=True):
             copy._lifecycle.binding.follow(original._lifecycle.binding)
-            original, copy = original.inner_optimizer, copy.inner_optimizer
         return copied
 
     def __copy__(self) -> Self:
@@ -336,6 +324,11 @@ class PeriodicOptimizer(ForwardedSettings):
     def _common_config(self) -> dict[str, Any]:
         """Return the arguments that all named constructors share."""
         return self._lifecycle.spec.config(self._outer_key) | self._lifecycle.binding.config() | {"name": self.name}
+
+
+def levels_of(value: Any) -> list[PeriodicOptimizer]:
+    """Return an optimizer of this package and those nested in it, the outermost first; none for other values."""
+    return [value, *levels_of(value.inner_optimizer)] if isinstance(value, PeriodicOptimizer) else []
 
 
 def _without_files(config: Mapping[str, Any]) -> dict[str, Any]:

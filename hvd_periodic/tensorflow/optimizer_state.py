@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.tensorflow.center_optimizer import copied
+from hvd_periodic.tensorflow.center_optimizer import MARK, copied
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.private import built_on
 from hvd_periodic.tensorflow.replica import VariableReplica
@@ -19,19 +19,11 @@ _OTHERS = ("_trainable_variables", "_model_variables_moving_average", "_accumula
 """Lists that Keras keeps for every optimizer: the variables, their moving averages, sums of gradients."""
 
 
-_MARK = 0.73918246
-"""A value with which no optimizer state starts on its own."""
-
-
 class KerasOptimizerState:
     """The state of a Keras optimizer in the shape of exchanged variables.
 
     Keras optimizers hold it in lists, in the order of the variables. A state variable's name is that of the variable
     that it belongs to, followed by the name of the entry.
-
-    Args:
-        optimizer: the local optimizer, built.
-        replica: the exchanged variables.
     """
 
     def __init__(self, optimizer: Any, replica: VariableReplica) -> None:
@@ -72,11 +64,7 @@ class KerasOptimizerState:
         return [] if self._of_several else [self.store(pairs) for pairs in self.entries().values()]
 
     def learn_start(self) -> None:
-        """Find the initial values from a built copy.
-
-        Raises:
-            TypeError: the optimizer cannot be copied.
-        """
+        """Find the initial values from a built copy; raise a TypeError if the optimizer cannot be copied."""
         try:
             with tf.init_scope():
                 self._start = _start_of(self._optimizer)
@@ -114,6 +102,6 @@ def _kept(optimizer: Any) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:
 def _start_of(optimizer: Any) -> dict[str, float | None]:
     """Return the initial values of a new optimizer's entries; None for a copy of the variable."""
     trial = copied(optimizer, learning_rate=0.0)
-    trial.build([keras.Variable(np.full(1, _MARK, np.float32), name="probe")])
+    trial.build([keras.Variable(np.full(1, MARK, np.float32), name="probe")])
     values = {entry: float(variable.numpy()[0]) for entry, _, variable in _kept(trial)}
-    return {entry: None if abs(value - _MARK) < 1e-6 else value for entry, value in values.items()}
+    return {entry: None if abs(value - MARK) < 1e-6 else value for entry, value in values.items()}

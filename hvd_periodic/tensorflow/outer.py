@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,27 +23,14 @@ Maximum = Callable[[Any], Any]
 """Returns the maximum of a scalar over ranks."""
 
 
-class FollowsRate(ABC):
+class FollowsRate:
     """Moves the center with the local optimizer's learning rate, on which ranks may have to agree.
 
     Attributes:
         maximum: returns the maximum over ranks; set by the synchronizer.
     """
 
-    maximum: Maximum
-
-    @property
-    @abstractmethod
-    def follows_rate(self) -> bool:
-        """Whether the learning rate is a variable, which ranks may set differently."""
-
-    @abstractmethod
-    def followed(self) -> list[Any]:
-        """Return the variables that an exchange reads."""
-
-    @abstractmethod
-    def follow(self, settings: Any) -> None:
-        """Adopt the rate in ``settings``, or this rank's current one."""
+    maximum: Maximum = staticmethod(lambda value: value)
 
 
 class VariableOuterOptimizer(FollowsRate):
@@ -56,9 +42,7 @@ class VariableOuterOptimizer(FollowsRate):
         values: holds the variables while Python exchanges for a compiled step.
     """
 
-    def __init__(
-        self, moved: Any, parameters: Sequence[tuple[str, tf.Variable]], values: HostValues | None = None
-    ) -> None:
+    def __init__(self, moved: Any, parameters: Sequence[tuple[str, tf.Variable]], values: HostValues) -> None:
         self._moved: CenterOptimizer = moved
         self._values = values
         self._center: Store[Any]
@@ -69,29 +53,19 @@ class VariableOuterOptimizer(FollowsRate):
         self._parameters = list(parameters)
         self._host: tuple[list[np.ndarray], list[np.ndarray]] | None = None
         self._initial: list[Any] = []
-        self.maximum: Maximum = lambda value: value
 
     def clone(self) -> VariableOuterOptimizer:
         """Return a clone without a center."""
         return type(self)(self._moved.clone(), self._parameters, self._values)
 
-    def per_fragment(self, fragments: Sequence[Fragment]) -> DividedVariables:
+    def per_fragment(self, fragments: Sequence[Fragment]) -> PerFragmentOptimizer:
         """Return one outer optimizer for each fragment."""
-        return DividedVariables(self, fragments)
+        return PerFragmentOptimizer(self, fragments)
 
     @property
     def name(self) -> str:
         """The class of the optimizer."""
         return type(self._moved.optimizer).__name__
-
-    @property
-    def follows_rate(self) -> bool:
-        """Whether the learning rate is a variable of the local optimizer, which ranks may set differently."""
-        return self._moved.follows_rate
-
-    def followed(self) -> list[Any]:
-        """Return the variables of the local optimizer that a step reads."""
-        return self._moved.followed()
 
     @property
     def given_rate(self) -> Any:
@@ -119,15 +93,15 @@ class VariableOuterOptimizer(FollowsRate):
         values = self._values
         if self._host is not None:
             self._moved.step_host(*self._host)
-        elif values is None or not all(map(values.holds, self._gradient.tensors())):
+        elif not all(map(values.holds, self._gradient.tensors())):
             self._moved.step()
         elif several_threads() and not values.changed(self._center, self._blocks):
-            self._step_compiled(values)
+            self._step_compiled()
         else:
             values.release()
             self._moved.step()
 
-    def _step_compiled(self, values: HostValues) -> None:
+    def _step_compiled(self) -> None:
         """Apply one compiled step while arrays represent the variables.
 
         Single operations, which Python starts, would take ten times as long.
@@ -137,7 +111,7 @@ class VariableOuterOptimizer(FollowsRate):
             self._compiled = constants, self._compile()
         moved = self._compiled[1](*(as_tensor(self._gradient.read(bucket)) for bucket in self._buckets))
         for block, vector in zip(self._blocks, moved, strict=True):
-            values.lend(self._center, block, np.asarray(vector))
+            self._values.lend(self._center, block, np.asarray(vector))
 
     def _compile(self) -> Callable[..., list[tf.Tensor]]:
         """Return a function that takes the buckets of the gradient, and returns the blocks of the center."""
@@ -204,58 +178,14 @@ class VariableOuterOptimizer(FollowsRate):
             require_elementwise(self.name, share, whole, self._moved.steps)
 
 
-class DividedVariables(PerFragmentOptimizer, FollowsRate):
-    """One outer optimizer per fragment, all with the same learning rate."""
-
-    parts: list[VariableOuterOptimizer]  # type: ignore[assignment]
-
-    @property
-    def maximum(self) -> Maximum:
-        """Returns the maximum over ranks."""
-        return self.parts[0].maximum
-
-    @maximum.setter
-    def maximum(self, maximum: Maximum) -> None:
-        for part in self.parts:
-            part.maximum = maximum
-
-    @property
-    def given_rate(self) -> Any:
-        """The learning rate of the optimizer that was given, if users may set it; else None."""
-        return self.parts[0].given_rate
-
-    @property
-    def follows_rate(self) -> bool:
-        """Whether the learning rate is a variable of the local optimizer, which ranks may set differently."""
-        return self.parts[0].follows_rate
-
-    def followed(self) -> list[Any]:
-        """Return the variables of the local optimizer that a step reads."""
-        return self.parts[0].followed()
-
-
 class KerasLearningRate(FollowsRate, LearningRates):
-    """The learning rate of a Keras optimizer, the same for all its variables; eagerly and in graphs.
-
-    Args:
-        optimizer: the local optimizer.
-    """
+    """The learning rate of a Keras optimizer, the same for all its variables; eagerly and in graphs."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         super().__init__(lambda: [optimizer.learning_rate])
         scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self._optimizer: Any = optimizer.inner_optimizer if scales else optimizer
         self._now: Any = None
-        self.maximum: Maximum = lambda value: value
-
-    @property
-    def follows_rate(self) -> bool:
-        """Whether the learning rate is a variable, which ranks may set differently."""
-        return not is_scheduled(self._optimizer)
-
-    def followed(self) -> list[Any]:
-        """Return the variables that an exchange reads."""
-        return [self._optimizer.iterations, *([self._optimizer.learning_rate] if self.follows_rate else [])]
 
     def settings(self) -> dict[str, object]:
         """Return the learning rate by readable name.
@@ -268,12 +198,12 @@ class KerasLearningRate(FollowsRate, LearningRates):
                 "The algorithm needs the learning rate of local steps, and "
                 f"{type(self._optimizer).__name__} consists of several optimizers, each with its own"
             )
-        rate = f"{self._as_float()}" if self.follows_rate else "scheduled"
+        rate = "scheduled" if is_scheduled(self._optimizer) else f"{self._as_float()}"
         return {"learning_rate of the local optimizer": rate}
 
     def hyperparameters(self) -> Any:
         """Return the learning rate if it is a variable; else None."""
-        return {"learning_rate": self._as_float()} if self.follows_rate else None
+        return None if is_scheduled(self._optimizer) else {"learning_rate": self._as_float()}
 
     def follow(self, settings: Any) -> None:
         """Adopt the rate in ``settings``, or this rank's current one; in a graph, as a tensor."""

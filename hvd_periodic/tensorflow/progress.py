@@ -22,9 +22,6 @@ from hvd_periodic.tensorflow.store import ArrayStore, layout_of
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES
 from hvd_periodic.vectors.store import Store
 
-Numbers = dict[str, Any]
-"""Numbers by name; None for a missing one."""
-
 NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
 """``new_variable(name, shape, dtype, initial_value)`` creates a variable that is saved with the others of its owner."""
 
@@ -37,7 +34,7 @@ MEMORY = "memory."
 """Prefix of the names of variables for a schedule's memory."""
 
 SINCE = "since"
-"""Name of the steps and gradients since every fragment's last exchange; with an index, of one of these numbers."""
+"""Name of the steps and gradients since every fragment's last exchange."""
 
 _PER_FRAGMENT = len(SinceLastSync._fields)
 
@@ -51,10 +48,7 @@ class VariableProgress(ProgressTracker):
     Outside graphs it is read and set like its base class; in a graph, numbers are tensors.
 
     Args:
-        new_variable: creates the variables.
-        schedule: as in the base class.
         learning_rate: returns the local optimizer's learning rate; in a graph, it may be a tensor.
-        values: reads and writes the variables outside graphs.
         lands: whether exchanges may be in flight during local steps.
 
     Attributes:
@@ -68,7 +62,7 @@ class VariableProgress(ProgressTracker):
         schedule: Schedule,
         learning_rate: Callable[[], Any] | None,
         values: HostValues,
-        lands: bool = False,
+        lands: bool,
     ) -> None:
         self._of_session = in_session()
         self._landing: tf.Variable | None = None
@@ -118,16 +112,24 @@ class VariableProgress(ProgressTracker):
     def notes(self) -> ScheduleState:
         """The state that this rank keeps for its schedule; outside graphs."""
         with tf.init_scope():
-            numbers: Numbers = {}
-            for owner, variable in self.note_variables.items():
-                numbers |= zip(self._names(owner), self._values.read(variable).tolist(), strict=True)
-            return _notes_of(numbers)
+            kept = {name: self._values.read(variable).tolist() for name, variable in self.note_variables.items()}
+        (loss_sum,), (losses,) = kept.get("loss_sum", [0.0]), kept.get("losses", [0])
+        memory = {name: kept[MEMORY + name][0] for name in self._remembers if MEMORY + name in kept}
+        since = kept.get(SINCE, [])
+        return ScheduleState(
+            loss_sum,
+            losses,
+            {name: value for name, value in memory.items() if not np.isnan(value)},
+            [since[i : i + _PER_FRAGMENT] for i in range(0, len(since), _PER_FRAGMENT)] if any(since) else (),
+        )
 
     @notes.setter
     def notes(self, notes: ScheduleState) -> None:
-        numbers = self.noted(notes)
+        numbers: dict[str, Any] = {MEMORY + name: notes.memory.get(name) for name in self._remembers}
+        numbers |= {"loss_sum": notes.loss_sum, "losses": notes.losses}
+        numbers[SINCE] = list(chain(*(notes.since or [SinceLastSync()] * self._fragments)))
         for name, variable in self.note_variables.items():
-            self._set(variable, [numbers[each] for each in self._names(name)])
+            self._set(variable, numbers[name])
 
     @property
     def landing(self) -> int | None:
@@ -225,29 +227,3 @@ class VariableProgress(ProgressTracker):
             raise TypeError(f"The loss that is reported must be a number. Received: a tensor of shape {reported.shape}")
         self.note_variables["loss_sum"].assign_add(tf.cast(reported, tf.float64))
         self.note_variables["losses"].assign_add(1)
-
-    def noted(self, notes: ScheduleState) -> Numbers:
-        """Return the schedule state as numbers by name; None for names that the schedule's memory lacks."""
-        since = notes.since or [SinceLastSync()] * self._fragments
-        numbers: Numbers = {f"{SINCE}.{i}": number for i, number in enumerate(chain(*since))}
-        numbers |= {MEMORY + name: notes.memory.get(name) for name in self._remembers}
-        numbers |= {"loss_sum": notes.loss_sum, "losses": notes.losses}
-        return {name: numbers[name] for owner in self.note_variables for name in self._names(owner)}
-
-    def _names(self, variable: str) -> list[str]:
-        """Return the names of the numbers in a variable of :attr:`note_variables`."""
-        count = self._fragments * _PER_FRAGMENT
-        return [f"{SINCE}.{i}" for i in range(count)] if variable == SINCE else [variable]
-
-
-def _notes_of(values: Mapping[str, Any]) -> ScheduleState:
-    """Return the schedule state from the values of its variables, some of which may be missing."""
-    memory = {
-        name.removeprefix(MEMORY): value
-        for name, value in values.items()
-        if name.startswith(MEMORY) and value is not None and not np.isnan(value)
-    }
-    losses = values.get("loss_sum", 0.0)
-    since = [values[f"{SINCE}.{i}"] for i in range(sum(name.startswith(f"{SINCE}.") for name in values))]
-    kept = [since[i : i + _PER_FRAGMENT] for i in range(0, len(since), _PER_FRAGMENT)] if any(since) else ()
-    return ScheduleState(float("nan") if losses is None else losses, values.get("losses", 0), memory, kept)

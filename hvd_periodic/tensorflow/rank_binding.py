@@ -81,11 +81,7 @@ class RankBinding:
         self._saved = {key: config.get(key) for key in self._saved}
 
     def attach(self, process_set: Any, distributed: Any) -> None:
-        """Set the given ranks, see ``PeriodicOptimizer.attach``.
-
-        Raises:
-            TypeError: ``distributed`` is not an ``hvd.DistributedOptimizer``.
-        """
+        """Set the given ranks, see ``PeriodicOptimizer.attach``."""
         if process_set is not None:
             self._process_set = process_set
         if distributed is not None:
@@ -142,13 +138,9 @@ class RankBinding:
         return any(self.gradient_group.allgather_object(value, f"{self.name}.group"))
 
     def refuse_other_ranks(self, gradient_group: TensorFlowCommunicator | None) -> None:
-        """Raise if a loaded optimizer has not been given the ranks that it had when it was saved.
+        """Raise a ValueError if a loaded optimizer had a process set, or gradients averaged inside, and now has not.
 
-        Args:
-            gradient_group: the ranks whose gradients are averaged, here or in an optimizer inside.
-
-        Raises:
-            ValueError: it had a process set, or an ``hvd.DistributedOptimizer`` inside, and now has none.
+        ``gradient_group``: the ranks whose gradients are averaged, here or in an optimizer inside.
         """
         if self._saved["process_set"] is not None and self._process_set is None:
             raise ValueError(

@@ -15,11 +15,10 @@ from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.exchanger import Exchanger
 from hvd_periodic.sync.gradients import Gradients
 from hvd_periodic.sync.startup import Startup
-from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.tensorflow.host import in_session
 from hvd_periodic.tensorflow.progress import VariableProgress
-from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
-from hvd_periodic.tensorflow.space import in_form_of
+from hvd_periodic.tensorflow.replica import VariableReplica
+from hvd_periodic.tensorflow.space import changed_if
 
 
 class VariableCenterReader(CenterReader[Any]):
@@ -108,9 +107,25 @@ class VariableCheckpoint(Checkpoint[Any]):
         """Restore a state as in the core, even if other statistics were averaged when it was saved."""
         super().load(self._translated(state))
 
-    def _translated(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _translated(self, state: Any) -> Any:
+        """Return a state, converted to the current tensor groups as far as possible.
+
+        Statistics that are no longer exchanged are dropped; newly exchanged ones start from their current values.
+        """
+        if not isinstance(state, dict) or not isinstance(state.get("vectors"), Mapping):
+            return state
         named = cast(VariableReplica, self._exchanger.context.exchanged.replica).named
-        return _translated(state, self._exchanger.tensor_groups, named)
+        vectors = dict(state["vectors"])
+        known = {name for role in (named.averaged, named.counted, named.followed, named.constants) for name, _ in role}
+        for group in self._exchanger.tensor_groups.statistics:
+            specs, tensors = group.values.layout.specs, group.values.tensors()
+            now = {spec.name: np.asarray(tensor) for spec, tensor in zip(specs, tensors, strict=True)}
+            then = dict(vectors.get(group.name, {}).get("center", {}))
+            if group.name == "buffers" and then and len(then) == len(named.formerly):
+                then = dict(zip(now, compress(then.values(), named.formerly), strict=True))
+            kept = {name: value for name, value in then.items() if name in now or name not in known}
+            vectors[group.name] = {"center": now | kept}
+        return state | {"vectors": vectors}
 
     def forget(self) -> None:
         """Forget the loaded state, from which training has started."""
@@ -128,42 +143,12 @@ class GraphGradients(Gradients[Any]):
         if tf.executing_eagerly() or until is None:
             super().show()
             return
-        gradients = list(replica.gradients)
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        shown: list[Any] = []
+        gradients = replica.gradients
 
-        def show() -> list[Any]:
+        def show(_: list[Any]) -> list[Any]:
             replica.gradients = list(gradients)
             self.run()
-            shown[:] = [replica.gradients[i] for i in present]
-            return shown
-
-        def leave() -> list[Any]:
-            return [in_form_of(form, gradients[i]) for i, form in zip(present, shown, strict=True)]
+            return [gradient for gradient in replica.gradients if gradient is not None]
 
         begun = cast(VariableProgress, setting.progress).steps_to(until) <= 0
-        for i, gradient in zip(present, tf.cond(begun, show, leave), strict=True):
-            gradients[i] = gradient
-        replica.gradients = gradients
-
-
-def _translated(state: Any, groups: TensorGroups[Any], named: NamedVariables) -> Any:
-    """Return a synchronizer's saved state, converted to the current tensor groups as far as possible.
-
-    Statistics that are no longer exchanged are dropped; newly exchanged ones start from their current values.
-    """
-    if not isinstance(state, dict) or not isinstance(state.get("vectors"), Mapping):
-        return state
-    vectors = dict(state["vectors"])
-    known = {name for role in (named.averaged, named.counted, named.followed, named.constants) for name, _ in role}
-    for group in groups.statistics:
-        now = {
-            spec.name: np.asarray(tensor)
-            for spec, tensor in zip(group.values.layout.specs, group.values.tensors(), strict=True)
-        }
-        then = dict(vectors.get(group.name, {}).get("center", {}))
-        if group.name == "buffers" and then and len(then) == len(named.formerly):
-            then = dict(zip(now, compress(then.values(), named.formerly), strict=True))
-        kept = {name: value for name, value in then.items() if name in now or name not in known}
-        vectors[group.name] = {"center": now | kept}
-    return state | {"vectors": vectors}
+        replica.gradients = changed_if(begun, gradients, show)

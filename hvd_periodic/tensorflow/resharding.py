@@ -10,31 +10,31 @@ import numpy as np
 from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.elastic import resharding
 from hvd_periodic.elastic.resharding import Entries, Form, Stretch
+from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
-from hvd_periodic.tensorflow.outer import DividedVariables, VariableOuterOptimizer
+from hvd_periodic.tensorflow.outer import VariableOuterOptimizer
 
 
 def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any]) -> Any:
-    """Return the saved state of the center's optimizer, resharded for the current ranks.
+    """Return the saved state of the center's optimizer, resharded for the current ranks, which exchange synchronously.
 
-    Args:
-        saved: the state saved by another number of ranks, with one entry per shard or in full.
-        synchronizer: the synchronizer of the current ranks, which exchange synchronously.
+    ``saved`` is the state of another number of ranks, with one entry per shard or in full.
     """
-    first = _first(synchronizer)
+    first = first_outer(synchronizer)
     return saved if first is None else resharding.resharded(saved, synchronizer, _Variables(first.slots))
 
 
 def require_divisible(synchronizer: ReplicaSynchronizer[Any]) -> None:
     """Raise a ValueError if the state of the center's optimizer cannot be resharded."""
-    first = _first(synchronizer)
+    first = first_outer(synchronizer)
     if first is not None and isinstance(synchronizer.exchanger.placement, Sharded):
         first.slots(1)
 
 
-def _first(synchronizer: ReplicaSynchronizer[Any]) -> VariableOuterOptimizer | None:
+def first_outer(synchronizer: ReplicaSynchronizer[Any]) -> VariableOuterOptimizer | None:
+    """Return the optimizer of the center, or of its first fragment; None if there is none."""
     outer = synchronizer.exchanged.outer
-    found = outer.parts[0] if isinstance(outer, DividedVariables) else outer
+    found = outer.parts[0] if isinstance(outer, PerFragmentOptimizer) else outer
     return found if isinstance(found, VariableOuterOptimizer) else None
 
 

@@ -18,7 +18,6 @@ from hvd_periodic.tensorflow.progress import MEMORY, SINCE
 _CENTER = "asynchronous_center"
 """Prefix of the names under which an asynchronous center is saved."""
 
-
 _IN_FLIGHT = "in_flight"
 """Prefix of the names under which an exchange in flight is saved."""
 
@@ -45,8 +44,11 @@ def _fragments(variables: Mapping[str, Any]) -> int:
     return int(variables[SINCE].shape[0]) if SINCE in variables else 1
 
 
-class SavedVariables:
-    """Variables saved by name; a loaded optimizer receives their values before it creates them.
+class SavedExchanges:
+    """The exchange state in the file of a model: variables, and what is in no variable.
+
+    A loaded optimizer receives the values of its variables before it creates them. Not in variables are an
+    asynchronous center, and an exchange in flight.
 
     Attributes:
         variables: the variables by name; empty until they are created.
@@ -54,28 +56,83 @@ class SavedVariables:
         formerly: as in :class:`~hvd_periodic.tensorflow.replica.NamedVariables`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asynchronous: bool) -> None:
         self.variables: dict[str, Any] = {}
         self.later: set[str] = set()
         self.formerly: Sequence[bool] = ()
+        self._asynchronous = asynchronous
         self._waiting: dict[str, np.ndarray] = {}
+        self._center: dict[str, np.ndarray] = {}
+        self._in_flight: dict[str, np.ndarray] = {}
 
-    def values(self) -> dict[str, np.ndarray]:
-        """Return copies of all values; if the variables do not exist yet, the values that wait for them."""
-        if not self.variables:
-            return dict(self._waiting)
-        return {name: variable.numpy() for name, variable in self.variables.items()}
+    def write(self, store: Any, synchronizer: VariableSynchronizer | None, started: bool) -> None:
+        """Save everything by name; before the variables exist, the values that wait for them.
 
-    def load(self, values: Mapping[str, Any]) -> None:
-        """Keep values for :meth:`settle`."""
-        self._waiting = {name: np.asarray(values[name]) for name in values}
-
-    def settle(self) -> None:
-        """Assign the waiting values, if any.
+        Args:
+            store: Keras's store for one optimizer.
+            synchronizer: the synchronizer, which has the center and the exchange in flight; None before it exists.
+            started: whether the synchronizer has started; before, the center is the loaded one.
 
         Raises:
-            ValueError: the values belong to other variables.
+            ValueError: the optimizer's state of an asynchronous center is sharded over ranks.
         """
+        in_flight = self._in_flight if synchronizer is None else _in_flight(synchronizer)  # updates the center first
+        saved = {name: variable.numpy() for name, variable in self.variables.items()} or self._waiting
+        saved = saved | in_flight
+        if self._asynchronous:
+            saved |= _center_of(synchronizer) if started and synchronizer is not None else self._center
+        for name, value in saved.items():
+            store[name] = value
+
+    def read(self, store: Any, reader: str) -> bool:
+        """Keep the state that :meth:`write` saved for :meth:`settle`, and return True.
+
+        As in Keras, a state that was saved by another optimizer than a ``reader`` is skipped with a warning.
+        """
+        names = list(store.keys())
+        if names and "local_steps" not in names:
+            warnings.warn(f"Skipping what was saved by another optimizer than {reader}", stacklevel=3)
+            return False
+        values = {name: np.asarray(store[name]) for name in names}
+        self._center = {name: values.pop(name) for name in names if name.startswith(_CENTER)}
+        self._in_flight = {name: values.pop(name) for name in names if name.startswith(_IN_FLIGHT)}
+        self._waiting = values
+        return True
+
+    def center(self, groups: TensorGroups[Any]) -> dict[str, Any] | None:
+        """Return the loaded asynchronous center in the format of ``state_dict``; None if there is none."""
+        if not self._center:
+            return None
+        saved = _renumbered(self._center, f"{_CENTER}.buffers.", self.formerly)
+        vectors = {
+            group.name: {
+                "center": {
+                    spec.name: saved[f"{_CENTER}.{group.name}.{i}"] for i, spec in enumerate(group.values.layout.specs)
+                }
+            }
+            for group in groups
+        }
+        of_optimizer = [name for name in self._center if name.startswith(f"{_CENTER}_optimizer.")]
+        state = [self._center[f"{_CENTER}_optimizer.{i}"] for i in range(len(of_optimizer))]
+        return {"vectors": vectors, "center_optimizer": state or None}
+
+    def settle(self, synchronizer: VariableSynchronizer) -> None:
+        """Assign the loaded values, and continue the exchange that was in flight when they were saved.
+
+        Raises:
+            ValueError: the values belong to other variables; or exchanges are never in flight here.
+        """
+        self._assign_waiting()
+        saved, self._in_flight, in_flight = self._in_flight, {}, None
+        if saved:
+            specs = synchronizer.tensor_groups.parameters.values.layout.specs
+            in_flight = json.loads(saved[_IN_FLIGHT].tobytes())
+            in_flight["snapshot"] = {spec.name: saved[f"{_IN_FLIGHT}.{i}"] for i, spec in enumerate(specs)}
+        synchronizer.exchanger.check_in_flight(in_flight)
+        synchronizer.exchanger.load_in_flight_exchange(in_flight)
+
+    def _assign_waiting(self) -> None:
+        """Assign the waiting values, if any; raise a ValueError if they belong to other variables."""
         known = self.variables.keys()
         # The memory of another schedule, and residuals of another compression, are useless here.
         waiting = {
@@ -89,7 +146,7 @@ class SavedVariables:
         self._waiting = {}
         if not waiting:
             return
-        different = (self.variables.keys() ^ waiting.keys()) - (self.later - waiting.keys())
+        different = (known ^ waiting.keys()) - (self.later - waiting.keys())
         different |= {
             name for name in waiting.keys() - different if waiting[name].shape != tuple(self.variables[name].shape)
         }
@@ -110,93 +167,6 @@ class SavedVariables:
                 variable.assign(waiting[name])
             elif depends_on_wire(name):
                 variable.assign(np.zeros(variable.shape))
-
-
-class SavedExchanges:
-    """The exchange state in the file of a model: variables, and an asynchronous center, which is in no variable.
-
-    Args:
-        asynchronous: whether there is an asynchronous center.
-
-    Attributes:
-        variables: the saved variables.
-    """
-
-    def __init__(self, asynchronous: bool) -> None:
-        self.variables = SavedVariables()
-        self._asynchronous = asynchronous
-        self._center: dict[str, np.ndarray] = {}
-        self._in_flight: dict[str, np.ndarray] = {}
-
-    def write(self, store: Any, synchronizer: VariableSynchronizer | None, started: bool) -> None:
-        """Save everything by name.
-
-        Args:
-            store: Keras's store for one optimizer.
-            synchronizer: the synchronizer, which has the center and the exchange in flight; None before it exists.
-            started: whether the synchronizer has started; before, the center is the loaded one.
-
-        Raises:
-            ValueError: the optimizer's state of an asynchronous center is sharded over ranks.
-        """
-        in_flight = self._in_flight if synchronizer is None else _in_flight(synchronizer)  # updates the center first
-        for name, value in (self.variables.values() | in_flight).items():
-            store[name] = value
-        if self._asynchronous:
-            of_ranks = _center_of(synchronizer) if started and synchronizer is not None else self._center
-            for name, value in of_ranks.items():
-                store[name] = value
-
-    def read(self, store: Any, reader: str) -> bool:
-        """Keep the state that :meth:`write` saved for :meth:`settle`, and return True.
-
-        As in Keras, a state that was saved by another optimizer is skipped with a warning.
-
-        Args:
-            store: Keras's store for one optimizer.
-            reader: the class name of that optimizer, for the warning.
-        """
-        names = list(store.keys())
-        if names and "local_steps" not in names:
-            warnings.warn(f"Skipping what was saved by another optimizer than {reader}", stacklevel=3)
-            return False
-        values = {name: np.asarray(store[name]) for name in names}
-        self._center = {name: values.pop(name) for name in names if name.startswith(_CENTER)}
-        self._in_flight = {name: values.pop(name) for name in names if name.startswith(_IN_FLIGHT)}
-        self.variables.load(values)
-        return True
-
-    def center(self, groups: TensorGroups[Any]) -> dict[str, Any] | None:
-        """Return the loaded asynchronous center in the format of ``state_dict``; None if there is none."""
-        if not self._center:
-            return None
-        saved = _renumbered(self._center, f"{_CENTER}.buffers.", self.variables.formerly)
-        vectors = {
-            group.name: {
-                "center": {
-                    spec.name: saved[f"{_CENTER}.{group.name}.{i}"] for i, spec in enumerate(group.values.layout.specs)
-                }
-            }
-            for group in groups
-        }
-        of_optimizer = [name for name in self._center if name.startswith(f"{_CENTER}_optimizer.")]
-        state = [self._center[f"{_CENTER}_optimizer.{i}"] for i in range(len(of_optimizer))]
-        return {"vectors": vectors, "center_optimizer": state or None}
-
-    def settle(self, synchronizer: VariableSynchronizer) -> None:
-        """Assign the loaded values, and continue the exchange that was in flight when they were saved.
-
-        Raises:
-            ValueError: the values belong to other variables; or exchanges are never in flight here.
-        """
-        self.variables.settle()
-        saved, self._in_flight, in_flight = self._in_flight, {}, None
-        if saved:
-            specs = synchronizer.tensor_groups.parameters.values.layout.specs
-            in_flight = json.loads(saved[_IN_FLIGHT].tobytes())
-            in_flight["snapshot"] = {spec.name: saved[f"{_IN_FLIGHT}.{i}"] for i, spec in enumerate(specs)}
-        synchronizer.exchanger.check_in_flight(in_flight)
-        synchronizer.exchanger.load_in_flight_exchange(in_flight)
 
 
 def _in_flight(synchronizer: VariableSynchronizer) -> dict[str, np.ndarray]:

@@ -28,9 +28,6 @@ class ForwardedSettings(keras.optimizers.Optimizer):
     """A wrapper that forwards its settings to the optimizer that takes the local steps.
 
     As everywhere in Keras, a compiled step keeps the settings with which it was compiled.
-
-    Attributes:
-        stage: the stage that the optimizer has reached.
     """
 
     inner_optimizer: keras.optimizers.Optimizer
@@ -49,10 +46,7 @@ class ForwardedSettings(keras.optimizers.Optimizer):
     @property
     def plain_optimizer(self) -> Any:
         """The optimizer inside of all wrappers of this package and of Keras."""
-        optimizer: Any = self.inner_optimizer
-        while isinstance(optimizer, (ForwardedSettings, keras.optimizers.LossScaleOptimizer)):
-            optimizer = optimizer.inner_optimizer
-        return optimizer
+        return _plain(self)
 
     def _forwards(self) -> bool:
         """Return whether settings are forwarded; not while Keras constructs or builds the wrapper, which has none."""
@@ -137,20 +131,23 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def optimizers_inside(optimizer: Any) -> Sequence[Any]:
-    """Return the optimizers inside all wrappers: one, or all optimizers of a MultiOptimizer."""
+def _plain(optimizer: Any) -> Any:
     while isinstance(optimizer, (ForwardedSettings, keras.optimizers.LossScaleOptimizer)):
         optimizer = optimizer.inner_optimizer
-    return getattr(optimizer, "optimizers", [optimizer])
+    return optimizer
+
+
+def optimizers_inside(optimizer: Any) -> Sequence[Any]:
+    """Return the optimizers inside all wrappers: one, or all optimizers of a MultiOptimizer."""
+    plain = _plain(optimizer)
+    return getattr(plain, "optimizers", [plain])
 
 
 def show_inside(optimizer: Any) -> None:
     """Make the optimizers that keep moving averages visible to Keras's ``SwapEMAWeights``.
 
-    The callback looks inside one wrapper only, the periodic optimizer, and then for an attribute ``optimizers``.
-
-    Args:
-        optimizer: the optimizer directly inside a periodic one.
+    The callback looks inside one wrapper only, the periodic optimizer, and then for an attribute ``optimizers``; the
+    argument is the optimizer directly inside a periodic one.
     """
     if isinstance(optimizer, (ForwardedSettings, keras.optimizers.LossScaleOptimizer)):
         optimizer.optimizers = tuple(optimizers_inside(optimizer))

@@ -83,11 +83,7 @@ class TensorSpace(VectorSpace[Any]):
 
 
 class HostSpace(VectorSpace[np.ndarray]):
-    """Arrays in host memory; results are in new memory that TensorFlow can share without a copy.
-
-    Args:
-        values: reads the variables that arrays represent.
-    """
+    """Arrays in host memory; results are in new memory that TensorFlow can share without a copy."""
 
     def __init__(self, values: HostValues) -> None:
         self.coding = ArrayCoding(values)
@@ -152,7 +148,29 @@ def in_dtype(a: Any, dtype: tf.DType) -> tf.Tensor:
     return tf.constant(a, dtype) if isinstance(a, (int, float)) else tf.cast(a, dtype)
 
 
-def in_form_of(form: Any, gradient: Any) -> Any:
+def changed_if(condition: Any, gradients: Sequence[Any], change: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
+    """Return gradients, of which those that are not None are changed if a condition holds.
+
+    Args:
+        condition: True, or a boolean scalar of a graph.
+        gradients: one per variable; None for no gradient.
+        change: returns other gradients in place of those that are not None; traced once, whatever the condition is.
+    """
+    present = [gradient for gradient in gradients if gradient is not None]
+    forms: list[Any] = []
+
+    def changed() -> list[Any]:
+        forms[:] = change(present)
+        return forms
+
+    def unchanged() -> list[Any]:
+        return [_in_form_of(form, gradient) for form, gradient in zip(forms, present, strict=True)]
+
+    chosen = iter(changed() if condition is True else tf.cond(condition, changed, unchanged))
+    return [gradient if gradient is None else next(chosen) for gradient in gradients]
+
+
+def _in_form_of(form: Any, gradient: Any) -> Any:
     """Return a gradient in the dtype of ``form``, and dense if ``form`` is dense."""
     if not isinstance(form, tf.IndexedSlices):
         gradient = tf.convert_to_tensor(gradient)

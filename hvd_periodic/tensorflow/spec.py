@@ -33,8 +33,6 @@ class OptimizerSpec:
 
     Attributes:
         optimizer: the optimizer inside; for an ``hvd.DistributedOptimizer``, the optimizer from which it was made.
-        algorithm: the algorithm of exchanges.
-        schedule: the schedule of exchanges.
         center: the optimizer of the center, if the algorithm has one.
         asynchronous: whether ranks exchange without waiting for each other.
         options: all other arguments.
@@ -62,9 +60,6 @@ class OptimizerSpec:
         """Check the arguments and return them; set the binding's average of gradients.
 
         For a loaded optimizer, :meth:`check` later checks the arguments that depend on the ranks.
-
-        Raises:
-            TypeError, ValueError: an argument of the wrong type or out of range.
         """
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise TypeError(f"`optimizer` must be a keras.optimizers.Optimizer. Received: {described(optimizer)}")
@@ -87,11 +82,10 @@ class OptimizerSpec:
         return cls(inside, made, schedule, center, asynchronous, options)
 
     def check(self, binding: RankBinding, gradient_group: TensorFlowCommunicator | None) -> None:
-        """Raise if the arguments do not suit the ranks, which a loaded optimizer knows only at its start.
+        """Raise a ValueError if the arguments do not suit the ranks, which a loaded optimizer knows only at its start.
 
-        Raises:
-            ValueError: too many ranks for the rate; ranks of the saved optimizer are missing; gradients are averaged
-                over all ranks that exchange.
+        Too many ranks for the rate; ranks of the saved optimizer are missing; gradients are averaged over all ranks
+        that exchange.
         """
         _check_ranks(binding.communicator, self.algorithm, self.asynchronous, self.options)
         binding.refuse_other_ranks(gradient_group)
@@ -100,8 +94,7 @@ class OptimizerSpec:
     def config(self, outer_optimizer: str) -> dict[str, Any]:
         """Return the arguments that all constructors share as plain values, except for the ranks.
 
-        Args:
-            outer_optimizer: key of the optimizer that moves the center.
+        ``outer_optimizer`` is the key of the optimizer that moves the center.
         """
         config: dict[str, Any] = {key: value for key, value in self.options.items() if key not in RANKS}
         if isinstance(self.options["optimizer_state"], LocalState):

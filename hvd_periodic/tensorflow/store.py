@@ -43,9 +43,6 @@ class VariableStore(Store[Any]):
 
     def write(self, bucket: Bucket, value: Any) -> None:
         """Write a bucket; assign the variables that it completes."""
-        self._write_pieces(bucket, value)
-
-    def _write_pieces(self, bucket: Bucket, value: Any) -> None:
         for piece, part in zip(bucket.pieces, self._split(bucket, value), strict=True):
             ends = self.layout.ends
             if piece.start == 0 or bucket.index - 1 in ends:  # also where an exchange failed halfway
@@ -89,12 +86,7 @@ class CenterStore(VariableStore):
 
 
 class ArrayStore(VariableStore):
-    """Variables in host memory: outside graphs, they are read as arrays and assigned from arrays.
-
-    Args:
-        layout, variables: as in :class:`VariableStore`.
-        values: reads and writes the variables outside graphs.
-    """
+    """Variables in host memory: outside graphs, they are read as arrays and assigned from arrays."""
 
     def __init__(self, layout: Layout, variables: Sequence[tf.Variable], values: HostValues) -> None:
         super().__init__(layout, variables)
@@ -114,10 +106,9 @@ class ArrayStore(VariableStore):
 
     def write(self, bucket: Bucket, value: Any) -> None:
         """Write a bucket; assign the variables that it completes."""
-        if not tf.executing_eagerly():
+        in_graph = not tf.executing_eagerly()
+        if in_graph or not self._values.write_bucket(self, bucket, value.astype(bucket.kind, copy=False)):
             super().write(bucket, value)
-        elif not self._values.write_bucket(self, bucket, value.astype(bucket.kind, copy=False)):
-            self._write_pieces(bucket, value)
 
     def _split(self, bucket: Bucket, value: Any) -> list[Any]:
         if isinstance(value, np.ndarray):

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvd_periodic.algorithms import AGN
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
-from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
+from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1, nothing
 from hvd_periodic.tensorflow.contrib_opt.getters import AGNCustomGetter
 from hvd_periodic.tensorflow.contrib_opt.optimizer import InitializedByTask
 from hvd_periodic.tensorflow.contrib_opt.options import SessionOptions
@@ -77,9 +77,6 @@ class AGNOptimizer(InitializedByTask):
         )
         super().__init__(request, use_locking, name)
 
-    def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
-        return tf.zeros_like(center)
-
     def _accumulate(self, synchronizer: VariableSynchronizer, pairs: Pairs) -> list[Any]:
         present = with_gradient(pairs)
         graph = tf.compat.v1.get_default_graph()
@@ -100,7 +97,7 @@ class AGNOptimizer(InitializedByTask):
             return [counted, *add()]
         with control_flow_v1():
             begun = synchronizer.steps_to_switch() <= 0
-            return [counted, tf.cond(begun, branch(add), lambda: tf.constant(False))]
+            return [counted, tf.cond(begun, branch(add), nothing)]
 
     def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
         accumulators = [self._getter.companions[reference] for reference in references]

@@ -15,11 +15,7 @@ Assigned = list[Any]
 
 
 class TensorStore(VariableStore):
-    """Holds values in place of variables, until they are assigned.
-
-    Attributes:
-        variables: the variables from which values are loaded and to which they are assigned.
-    """
+    """Holds values in place of ``variables``, from which they are loaded and to which they are assigned."""
 
     def __init__(self, layout: Any, variables: Sequence[tf.Variable]) -> None:
         super().__init__(layout, variables)
@@ -63,6 +59,11 @@ def branch(make: Callable[[], Assigned]) -> Callable[[], tf.Tensor]:
             return tf.constant(True)
 
     return run
+
+
+def nothing() -> tf.Tensor:
+    """Do nothing: the other branch of :func:`branch`."""
+    return tf.constant(False)
 
 
 @contextmanager

@@ -15,17 +15,17 @@ class CounterVariables:
     """Makes the counters of an optimizer.
 
     Args:
-        owner: the optimizer.
-        collection: collection of the variables.
         saved: whether checkpoints hold the local steps, unlike other counters, so that restored training does not fall
             back into a synchronous phase.
 
     Attributes:
-        made: all variables made here.
         saved: the counters of local steps that checkpoints hold.
+        first: tells whether a step is the first of its session, by the local steps of the latest minimization.
         check: the operation that fails if the variables of the latest minimization are not initialized, as control
             inputs.
     """
+
+    first: FirstStep
 
     def __init__(self, owner: tf.compat.v1.train.Optimizer, collection: str, saved: bool) -> None:
         self._name = owner.get_name()
@@ -33,19 +33,11 @@ class CounterVariables:
         self._collection = collection
         self._saves = saved
         self._local_steps: tf.Variable | None = None
-        self._first: FirstStep | None = None
         self._read_after: set[Any] = set()
         self.made: list[tf.Variable] = []
         self.saved: list[tf.Variable] = []
         self.check: list[tf.Operation] = []
         self._counted: list[tf.Variable] = []
-
-    @property
-    def first(self) -> FirstStep:
-        """Whether a step is the first of its session, according to the local steps of the latest minimization."""
-        if self._first is None:
-            raise RuntimeError("Nothing counts local steps yet")
-        return self._first
 
     def new_checks(self) -> list[tf.Operation]:
         """Return one operation per minimization that fails if its variables are not initialized.
@@ -64,7 +56,7 @@ class CounterVariables:
             self._counted.append(self._local_steps)
             with tf.control_dependencies(None):  # Reads outside a training step wait for it too.
                 self.check = [require_initialized(self._local_steps, self._cls)]
-            self._first = FirstStep(self._local_steps)
+            self.first = FirstStep(self._local_steps)
         return self._local_steps
 
     def new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:

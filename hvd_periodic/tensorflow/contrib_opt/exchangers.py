@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -14,6 +13,7 @@ from hvd_periodic.sync.fragment_plan import DueFragments
 from hvd_periodic.sync.overlapped import Overlapped
 from hvd_periodic.sync.status import GlobalStatus, LocalStatus
 from hvd_periodic.sync.synchronous import Synchronous
+from hvd_periodic.tensorflow.contrib_opt.turns import Turn
 from hvd_periodic.vectors.layout import Bucket
 from hvd_periodic.vectors.store import Store
 
@@ -34,7 +34,7 @@ class SessionOverlapped(SessionSynchronous, Overlapped[Any]):
         turn: waits until all ranks exchange with this optimizer; an exchange in flight is applied outside of turns.
     """
 
-    turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    turn: Turn = nullcontext
 
     def land(self) -> None:
         """Apply the exchange in flight to the replica; discard one that an earlier session began."""

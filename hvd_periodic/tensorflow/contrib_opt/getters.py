@@ -126,8 +126,12 @@ class CustomGetter:
         name = f"{GLOBAL_VARIABLE_NAME}/{{}}"
         self.centers[local.ref()] = self._create(local, name, tf.identity, _COLLECTIONS.GLOBAL_VARIABLES)
         if self.companion is not None:
-            first = tf.zeros_like if self.companion == GRAD_VARIABLE_NAME else tf.identity
-            self.companions[local.ref()] = self._create(local, f"{self.companion}/{{}}", first, self.collection)
+            name = f"{self.companion}/{{}}"
+            self.companions[local.ref()] = self._create(local, name, self.first_companion, self.collection)
+
+    def first_companion(self, center: tf.Tensor) -> tf.Tensor:
+        """Return the initial value of a companion."""
+        return tf.zeros_like(center) if self.companion == GRAD_VARIABLE_NAME else tf.identity(center)
 
     def _create(self, local: Any, name: str, first: Callable[[tf.Tensor], tf.Tensor], collection: str) -> tf.Variable:
         """Create a variable like a local replica; ``first`` computes its initial value from the replica's.

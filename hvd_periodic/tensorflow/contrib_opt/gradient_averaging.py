@@ -1,10 +1,17 @@
-"""A Horovod DistributedOptimizer inside, and the ranks whose gradients it averages at every step."""
+"""A Horovod DistributedOptimizer inside: the ranks whose gradients it averages, and the steps at which it does."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
+from hvd_periodic.comm.base import Communicator
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
+from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, trained_by
+from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT
+from hvd_periodic.tensorflow.space import changed_if
 
 
 def gradient_group_of(opt: Any) -> TensorFlowCommunicator | None:
@@ -29,3 +36,45 @@ def gradient_group_of(opt: Any) -> TensorFlowCommunicator | None:
 def plain(opt: Any) -> Any:
     """Return the optimizer inside a DistributedOptimizer; any other optimizer unchanged."""
     return opt._optimizer if hasattr(opt, "_allreduce_grads") else opt
+
+
+class SynchronousPhase:
+    """Computes gradients, which a DistributedOptimizer averages until local steps begin.
+
+    Args:
+        until: the step up to which gradients are averaged; None if there is no such phase.
+        communicator: the ranks that exchange, of which the root alone may have restored its steps; None if a hook gives
+            all ranks the same start.
+    """
+
+    def __init__(
+        self, opt: Any, until: int | None, counters: CounterVariables, communicator: Communicator | None, name: str
+    ) -> None:
+        self._opt, self._until, self._counters = opt, until, counters
+        self._communicator, self._name = communicator, name
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> Pairs:
+        """Return the (gradient, variable) pairs of the local optimizer, which gets these arguments."""
+        inside = plain(self._opt)
+        if self._until is None or inside is self._opt:
+            return list(self._opt.compute_gradients(*args, **kwargs))
+        averages = self._steps() < self._until
+        pairs: Pairs = inside.compute_gradients(*args, **kwargs)
+        trained = trained_by(pairs)
+        if not trained:
+            return pairs
+        gradients, variables = zip(*pairs, strict=True)
+
+        def average(present: list[Any]) -> list[Any]:
+            return list(self._opt._allreduce_grads(present, trained))
+
+        return list(zip(changed_if(averages, gradients, average), variables, strict=True))
+
+    def _steps(self) -> tf.Tensor:
+        """Return the local steps so far; in the first step, those of the root."""
+        counted, communicator = self._counters.local_steps(), self._communicator
+        if communicator is None:
+            return counted
+        with tf.control_dependencies(self._counters.check):
+            name = f"{self._name}.{counted.op.name}"
+            return self._counters.first.steps_of_all(lambda own: communicator.broadcast(own, name, ROOT))

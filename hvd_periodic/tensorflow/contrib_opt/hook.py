@@ -23,10 +23,8 @@ class InitializationHook(tf.compat.v1.train.SessionRunHook):
     the hook makes the rank initialize them itself and then receive the root's values.
 
     Args:
-        get_init_op: makes the operation that initializes.
         is_chief: as passed to ``MonitoredTrainingSession``.
         wait: waits until the other ranks have ended their joint work.
-        get_end_op: makes the operation that ends training.
         cls: class name of the optimizer.
         needed: ranks cannot train without the hook or the initialization that it runs.
     """

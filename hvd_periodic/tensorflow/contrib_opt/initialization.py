@@ -1,52 +1,84 @@
-"""The operation with which a session starts all ranks from the root's centers."""
+"""Operations on centers that are not part of a training step: the start from the root's centers, and their end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.membership import Membership
-from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, value_of
+from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, value_of
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
+from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
 from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT
-from hvd_periodic.tensorflow.contrib_opt.shared_center import SharedCenter
+
+
+class SharedCenter:
+    """Starts and ends the exchanges with an asynchronous center."""
+
+    def __init__(
+        self, exchanger: SessionAsynchronous, centers: Sequence[tf.Variable], statistics: Sequence[tf.Variable]
+    ) -> None:
+        self._worker = exchanger.worker
+        self._is_root = exchanger.context.membership.is_root
+        self._centers = TensorStore(exchanger.tensor_groups.parameters.values.layout, centers)
+        self._stores = [self._centers]
+        if statistics:
+            self._stores.append(TensorStore(exchanger.tensor_groups.statistics[0].values.layout, statistics))
+
+    def write(self) -> tf.Operation:
+        """Return the operation with which the root sets the center to the values of its variables."""
+        if not self._is_root:
+            return tf.no_op()
+        for store in self._stores:
+            store.load_variables()
+        values = [store.read(bucket) for store in self._stores for bucket in store.layout.buckets]
+
+        def write(*buckets: tf.Tensor) -> tf.Tensor:
+            self._worker.resume_training()
+            self._worker.transport.write(bucket.numpy() for bucket in buckets)
+            return tf.constant(True)
+
+        with tf.device("CPU:0"):
+            return tf.py_function(write, values, tf.bool).op
+
+    def finish(self) -> tf.Operation:
+        """Return the operation that waits for all ranks and reads the final center."""
+        buckets = self._centers.layout.buckets
+
+        def finish() -> list[Any]:
+            self._worker.finish()
+            return [self._worker.final(index) for index in range(len(buckets))]
+
+        with tf.device("CPU:0"):
+            values = tf.py_function(finish, [], [tf.as_dtype(bucket.kind) for bucket in buckets])
+
+        self._centers.load_variables()
+        for bucket, value in zip(buckets, values, strict=True):
+            self._centers.write(bucket, tf.ensure_shape(value, [bucket.size]))
+        return tf.group(*self._centers.assign())
 
 
 class Initialization:
     """Broadcasts the root's centers and global step, then sets all local variables from the center.
 
-    Args:
-        name: name of the optimizer.
-        communicator: the ranks that exchange.
-        getter: holds replicas, centers and companions.
-        counters: makes the checks that variables are initialized; holds the counters that checkpoints hold.
-        first_companion: returns the initial value of the second variable of a trainable variable, given its center.
-
     Attributes:
         times: number of these operations.
         shared_centers: the asynchronous centers.
+        buffer_centers: (center, statistic) pairs; the centers start from the root's statistics.
     """
 
-    def __init__(
-        self,
-        name: str,
-        communicator: Communicator,
-        getter: CustomGetter,
-        counters: CounterVariables,
-        first_companion: Callable[[tf.Tensor], tf.Tensor],
-    ) -> None:
+    def __init__(self, name: str, communicator: Communicator, getter: CustomGetter, counters: CounterVariables) -> None:
         self._name = self._prefix = name
         self._communicator = communicator
         self._getter = getter
         self._counters = counters
-        self._first_companion = first_companion
         self._membership: Membership | None = None
         self._global_step: Any = None
-        self._buffer_centers: list[tuple[tf.Variable, Any]] = []
+        self.buffer_centers: list[tuple[tf.Variable, Any]] = []
         self.times = 0
         self.shared_centers: list[SharedCenter] = []
 
@@ -54,19 +86,13 @@ class Initialization:
         """Include the groups of ranks, take over their prefix of names, and also broadcast this global step, if any."""
         self._membership, self._prefix, self._global_step = membership, membership.name, global_step
 
-    def start_buffers(self, pairs: Iterable[tuple[tf.Variable, Any]]) -> None:
-        """Start centers of statistics from the root's statistics, given (center, statistic) pairs."""
-        self._buffer_centers += pairs
-
     def start_centers(self, variables: Sequence[Any]) -> Assigned:
         """Set centers to the replicas; a script may have restored only these, for example for fine-tuning."""
         assigned: Assigned = []
         for variable in variables:
             center = self._getter.centers[variable.ref()]
             value = tf.cast(value_of(variable), center.dtype.base_dtype)
-            assigned.append(center.assign(value))
-            if variable.ref() in self._getter.companions:
-                assigned.append(self._getter.companions[variable.ref()].assign(self._first_companion(value)))
+            assigned += [center.assign(value), *self._start_companion(variable.ref(), value)]
         return assigned
 
     def operation(self, of_centers: Sequence[Any]) -> tf.Operation:
@@ -104,11 +130,14 @@ class Initialization:
     def _start_from_centers(self) -> Assigned:
         """Set local variables from the centers, and the centers of statistics from the statistics."""
         assigned = [
-            center.assign(tf.cast(value_of(statistic), center.dtype)) for center, statistic in self._buffer_centers
+            center.assign(tf.cast(value_of(statistic), center.dtype)) for center, statistic in self.buffer_centers
         ]
         for reference, center in self._getter.centers.items():
             local, value = reference.deref(), value_of(center)
             assigned.append(local.assign(tf.cast(value, local.dtype.base_dtype)))
-            if reference in self._getter.companions:
-                assigned.append(self._getter.companions[reference].assign(self._first_companion(value)))
+            assigned += self._start_companion(reference, value)
         return assigned
+
+    def _start_companion(self, reference: Any, center: tf.Tensor) -> Assigned:
+        companion = self._getter.companions.get(reference)
+        return [] if companion is None else [companion.assign(self._getter.first_companion(center))]

@@ -15,13 +15,13 @@ from hvd_periodic.options import of_exchange
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.sync.synchronizer import Exchangers
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, ranks_of
-from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
+from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1, nothing
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
 from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous, SessionOverlapped, SessionSynchronous
-from hvd_periodic.tensorflow.contrib_opt.getters import belongs_to_optimizer
-from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import plain
+from hvd_periodic.tensorflow.contrib_opt.getters import belongs_to_optimizer, parts
+from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import SynchronousPhase, plain
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
-from hvd_periodic.tensorflow.contrib_opt.initialization import Initialization
+from hvd_periodic.tensorflow.contrib_opt.initialization import Initialization, SharedCenter
 from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, checked, reference_of, trained_by, with_gradient
 from hvd_periodic.tensorflow.contrib_opt.rates import SessionRates, learning_rate_of
 from hvd_periodic.tensorflow.contrib_opt.replica import (
@@ -31,12 +31,9 @@ from hvd_periodic.tensorflow.contrib_opt.replica import (
     HostCenterOptimizer,
 )
 from hvd_periodic.tensorflow.contrib_opt.request import Request, spelled_as
-from hvd_periodic.tensorflow.contrib_opt.saver import saver_of_centers
 from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT, SessionStartup, initialize_with
-from hvd_periodic.tensorflow.contrib_opt.shared_center import SharedCenter
 from hvd_periodic.tensorflow.contrib_opt.step_end import StepEnd
-from hvd_periodic.tensorflow.contrib_opt.synchronous_phase import SynchronousPhase
-from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn, SessionTurns
+from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurns, Turn
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.host import on_host
 from hvd_periodic.tensorflow.replica import NamedVariables
@@ -53,13 +50,7 @@ _HOW_TO_START = {
 
 
 class GraphOptimizer(tf.compat.v1.train.Optimizer):
-    """Takes local steps and exchanges every period.
-
-    Args:
-        request: the arguments of the constructor.
-        use_locking: whether asynchronous exchanges in shared memory exclude each other.
-        name: name of the optimizer.
-    """
+    """Takes local steps and exchanges every period."""
 
     BETA = BETA
 
@@ -90,15 +81,9 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._hooks: list[InitializationHook] = []
         until = self._schedule.synchronous_until
         self._counters = CounterVariables(self, self._getter.collection, saved=until is not None)
-        self._warmup = SynchronousPhase(
-            self._opt,
-            self._averaged is not None,
-            until,
-            self._counters,
-            communicator if self._without_getter else None,
-            name,
-        )
-        self._initialization = Initialization(name, communicator, self._getter, self._counters, self._first_companion)
+        asked = communicator if self._without_getter else None
+        self._warmup = SynchronousPhase(self._opt, until, self._counters, asked, name)
+        self._initialization = Initialization(name, communicator, self._getter, self._counters)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Pairs:
         """Return the (gradient, variable) pairs of the wrapped optimizer, which gets these arguments."""
@@ -170,7 +155,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         if not self._without_getter:
             _keep_local(self._opt.variables())
 
-    def _update(self, synchronizer: VariableSynchronizer, turn: SessionTurn, pairs: Pairs) -> tuple[list[Any], Any]:
+    def _update(self, synchronizer: VariableSynchronizer, turn: Turn, pairs: Pairs) -> tuple[list[Any], Any]:
         """Return the operations that precede the count of a local step, and whether the step updates the replica.
 
         Without a hook that gives all ranks the same start, the first step does. If it replaces the replica of a rank,
@@ -187,7 +172,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             start = SessionStartup(synchronizer, turn, self._getter, own, self._counters.first)
             replaced = start.replaced(lambda: self._initialization.start_centers(trained_by(pairs)))
             with tf.control_dependencies([replaced]):
-                done = tf.cond(replaced, lambda: tf.constant(False), branch(update))
+                done = tf.cond(replaced, nothing, branch(update))
         return [done], tf.logical_not(replaced)
 
     def get_slot(self, var: Any, name: str) -> Any:
@@ -214,14 +199,30 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         Raises:
             RuntimeError: no variable was created through the getter.
         """
-        return saver_of_centers(self._getter, var_list, name, **kwargs)
+        centers = self._getter.centers
+        if not centers:
+            raise RuntimeError(
+                f"No variable was created through the {type(self._getter).__name__}: create the model first, in a "
+                "variable_scope with the getter as its custom_getter"
+            )
+        chosen = tf.compat.v1.trainable_variables() if var_list is None else var_list
+        saved: dict[str, Any] = {}
+        for key, variable in chosen.items() if isinstance(chosen, dict) else ((None, v) for v in chosen):
+            for part in parts(variable):
+                center = centers.get(part.ref(), part)
+                slices = part._save_slice_info
+                if slices is None:
+                    saved[key or part.op.name] = center
+                else:
+                    saved.setdefault(key or slices.full_name, []).append(center)
+        return tf.compat.v1.train.Saver(saved, name=name, **kwargs)
 
     def _initialize(self) -> tf.Operation:
         """Return the operation that broadcasts the root's centers and sets the local replicas to them."""
         for hook in self._hooks:
             hook.use()
         moved = [] if self._center_optimizer is None else self._center_optimizer.variables()
-        with tf.control_dependencies([on_host(self._drop, [])] if self._options["overlap"] else []):
+        with tf.control_dependencies([on_host(self._drop)] if self._options["overlap"] else []):
             return self._initialization.operation([*self._getter.vectors.values(), *moved] if self._everywhere else [])
 
     def _drop(self) -> list[int]:
@@ -299,10 +300,6 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._hooks.append(hook)
         return hook
 
-    def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
-        """Return the initial value of the second variable of a trainable variable."""
-        return center
-
     def _require_global_step(self, global_step: Any) -> None:
         """Raise a ValueError if the algorithm needs a global step and there is none."""
 
@@ -352,13 +349,13 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         if isinstance(exchanger, SessionAsynchronous):
             centers = [self._getter.centers[reference] for reference in references]
             exchanger.keep(ArrayStore(replica.parameters.layout, centers, replica.values))
-            shared = SharedCenter(synchronizer, centers, [v for _, v in named.averaged])
+            shared = SharedCenter(exchanger, centers, [v for _, v in named.averaged])
             self._initialization.shared_centers.append(shared)
         else:
             exchanger.advice = _HOW_TO_START[self._without_getter]
             for group in synchronizer.tensor_groups.statistics:
                 pairs = zip(group.center.tensors(), group.values.tensors(), strict=True)
-                self._initialization.start_buffers(pairs)
+                self._initialization.buffer_centers += pairs
         return synchronizer
 
 

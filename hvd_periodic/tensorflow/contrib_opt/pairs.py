@@ -24,11 +24,6 @@ def trained_by(pairs: Pairs) -> list[Any]:
 def checked(grads_and_vars: Iterable[Any], getter: CustomGetter, without_getter: bool) -> Pairs:
     """Check that pairs are well-formed and their variables have centers; return them as a list.
 
-    Args:
-        grads_and_vars: the user's argument.
-        getter: holds the centers.
-        without_getter: whether ``getter`` adopts variables that no getter created.
-
     Raises:
         TypeError: an element is not a pair.
         ValueError: no pairs, no gradients, or a variable without a center.
@@ -52,11 +47,7 @@ def checked(grads_and_vars: Iterable[Any], getter: CustomGetter, without_getter:
 
 
 def reference_of(variable: Any, getter: CustomGetter) -> Any:
-    """Return the key of a variable in the getter's dicts.
-
-    Raises:
-        ValueError: the variable has no center.
-    """
+    """Return the key of a variable in the getter's dicts; raise a ValueError if the variable has no center."""
     if variable.ref() not in getter.centers:
         raise ValueError(
             f"Variable {variable.op.name!r} was not created through the {type(getter).__name__} and has no "

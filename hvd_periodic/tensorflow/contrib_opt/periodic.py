@@ -76,11 +76,7 @@ class PeriodicOptimizer(InitializedByTask):
 
 
 def _without_workers(algorithm: Algorithm) -> Algorithm:
-    """Return the algorithm if its workers keep no vectors and see no gradients.
-
-    Raises:
-        ValueError: its workers keep vectors or see gradients.
-    """
+    """Return the algorithm; raise a ValueError if its workers keep vectors or see gradients."""
     if algorithm.uses_gradients or algorithm.init_worker(VectorSpace(), np.zeros(1)):
         raise ValueError(
             "`PeriodicOptimizer` of TensorFlow 1 takes algorithms whose workers keep no vectors and see no gradients, "

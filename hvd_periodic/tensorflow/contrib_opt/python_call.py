@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, branch
+from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, branch, nothing
 from hvd_periodic.tensorflow.host_values import Blocks, HostValues
 from hvd_periodic.tensorflow.hosted import on_arrays
 from hvd_periodic.tensorflow.private import eager
@@ -61,7 +61,7 @@ def python_call(
     for is_changed, (store, of_run) in zip(tf.unstack(changed, len(given.runs)), given.runs, strict=True):
         vectors, after = after[: len(of_run)], after[len(of_run) :]
         assign = partial(_assign, graph_side[id(store)], of_run, vectors)
-        assigned.append(tf.cond(is_changed, branch(assign), lambda: tf.constant(False)))
+        assigned.append(tf.cond(is_changed, branch(assign), nothing))
     return outputs, assigned
 
 

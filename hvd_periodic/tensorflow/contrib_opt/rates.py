@@ -33,10 +33,6 @@ def learning_rate_of(opt: Any) -> float | None:
 class SessionRates(LearningRates):
     """The learning rate of a TensorFlow 1 optimizer for all variables; the session provides it if it is not a number.
 
-    Args:
-        opt: the optimizer.
-        count: number of variables.
-
     Attributes:
         given: the value in the session, if :meth:`in_session` returns a tensor.
 

@@ -26,11 +26,6 @@ class GraphReplica(VariableReplica):
     """The local replicas of a graph, whose centers and companions exist already.
 
     Python computes with arrays while a session waits for it; graphs compute with tensors.
-
-    Args:
-        named: the variables by role.
-        vectors: the existing variables of the algorithm's state, by name.
-        new_variable: makes the variables that do not exist yet.
     """
 
     def __init__(
@@ -102,7 +97,7 @@ class GraphOuterOptimizer(VariableOuterOptimizer):
     def step(self) -> None:
         """Apply the gradient to the center."""
         values = self._values
-        if not self.is_in_session or values is None:
+        if not self.is_in_session:
             super().step()
             return
         if not self._center.tensors():
@@ -126,9 +121,19 @@ class GraphOuterOptimizer(VariableOuterOptimizer):
         self._in_python.step_host(centers, gradients, self.given)
         return [*centers, *self._in_python.state()]
 
-    def followed(self) -> list[Any]:
-        """Return no variables: hyper-parameters are numbers, or in ``given``."""
-        return []
+    def settings(self) -> dict[str, object]:
+        """Return the hyper-parameters that are numbers; only a session can read tensors."""
+        return {
+            f"{name.lstrip('_')} of the center optimizer": value
+            for name, value in sorted(vars(self._moved.optimizer).items())
+            if isinstance(value, Number) and name != "_use_locking"
+        }
+
+    def hyperparameters(self) -> None:
+        """Return None: all ranks have the same numbers."""
+
+    def follow(self, settings: Any) -> None:
+        """Do nothing: each rank uses its own hyper-parameters."""
 
 
 class CenterOptimizer:
@@ -136,24 +141,15 @@ class CenterOptimizer:
 
     ``tf.contrib.opt`` applied the local optimizer itself, so that Adam's powers of β advanced at local steps as well.
 
-    Args:
-        local: the local optimizer.
-
     Attributes:
         optimizer: the copy.
         others: the clones of this object, one per fragment of the parameters.
     """
 
-    follows_rate = False
-
     def __init__(self, local: tf.compat.v1.train.Optimizer) -> None:
         self._local = local
         self.others: list[CenterOptimizer] = []
-        self.optimizer = copy.copy(local)
-        self.optimizer._slots = {}
-        self.optimizer._non_slot_dict = {}
-        self.optimizer._deferred_slot_restorations = {}
-        self.optimizer._name = f"center_{local.get_name()}"
+        self.optimizer = _unused(local)
 
     def clone(self) -> CenterOptimizer:
         """Return a clone without a center."""
@@ -184,20 +180,6 @@ class CenterOptimizer:
             self.optimizer._create_slots(list(centers))
         belongs_to_optimizer(*self.optimizer.variables())
 
-    def settings(self) -> dict[str, object]:
-        """Return the hyper-parameters that are numbers; only a session can read tensors."""
-        return {
-            f"{name.lstrip('_')} of the center optimizer": value
-            for name, value in sorted(vars(self.optimizer).items())
-            if isinstance(value, Number) and name != "_use_locking"
-        }
-
-    def hyperparameters(self) -> None:
-        """Return None: all ranks have the same numbers."""
-
-    def take_rate(self, given: Any, maximum: Any) -> None:
-        """Do nothing: each rank uses its own hyper-parameters."""
-
 
 class HostCenterOptimizer:
     """A copy of the local optimizer in a separate graph and session, for a center in host memory.
@@ -208,14 +190,9 @@ class HostCenterOptimizer:
         local: the local optimizer.
         given: dtypes and shapes of the hyper-parameters that every step gets, by attribute name.
 
-    Attributes:
-        optimizer: the local optimizer.
-
     Raises:
         ValueError: a hyper-parameter that is not ``given`` is a tensor, which belongs to the user's graph.
     """
-
-    follows_rate = False
 
     def __init__(
         self,
@@ -264,16 +241,6 @@ class HostCenterOptimizer:
         """Assign what :meth:`state` returned."""
         self._session.run(self._loaded, dict(zip(self._values, state, strict=True)))
 
-    def settings(self) -> dict[str, object]:
-        """Return the hyper-parameters that are numbers."""
-        return CenterOptimizer(self.optimizer).settings()
-
-    def hyperparameters(self) -> None:
-        """Return None: all ranks have the same numbers."""
-
-    def take_rate(self, given: Any, maximum: Any) -> None:
-        """Do nothing: each rank uses its own hyper-parameters."""
-
     def _make(self, centers: Sequence[tuple[tuple[int, ...], str]]) -> None:
         graph, v1 = tf.Graph(), tf.compat.v1
         with graph.as_default(), tf.device("CPU:0"):
@@ -284,7 +251,7 @@ class HostCenterOptimizer:
             given = {name: v1.placeholder(dtype, shape) for name, (dtype, shape) in self._given.items()}
             size = len(centers)
             self._assigned = [v.assign(p) for v, p in zip(self._centers, self._placeholders[:size], strict=True)]
-            optimizer = CenterOptimizer(self.optimizer).optimizer
+            optimizer = _unused(self.optimizer)
             vars(optimizer).update(given)
             self._applied = tf.group()
             if centers:
@@ -301,6 +268,16 @@ class HostCenterOptimizer:
         config = v1.ConfigProto(device_count={"GPU": 0}, use_per_session_threads=True)
         self._session = v1.Session(graph=graph, config=config)
         self._session.run(initialized)
+
+
+def _unused(local: tf.compat.v1.train.Optimizer) -> Any:
+    """Return a copy of an optimizer without slots and other variables."""
+    made = copy.copy(local)
+    made._slots = {}
+    made._non_slot_dict = {}
+    made._deferred_slot_restorations = {}
+    made._name = f"center_{local.get_name()}"
+    return made
 
 
 def _is_given(name: str, value: object) -> bool:

@@ -60,13 +60,6 @@ class Request:
 
         A copy of the outer optimizer moves the center; it is None if the algorithm does. The gradient group is the
         ranks whose gradients a DistributedOptimizer inside averages, or None.
-
-        Args:
-            cls: name of the optimizer's class, for errors.
-            communicator: the ranks that exchange.
-
-        Raises:
-            TypeError, ValueError: a refused argument.
         """
         self._check_optimizer(cls)
         self._check_getter(cls)

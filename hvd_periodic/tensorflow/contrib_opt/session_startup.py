@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,12 @@ from hvd_periodic.tensorflow.contrib_opt.branches import (
     branch,
     control_flow_v1,
     is_resource,
+    nothing,
     value_of,
 )
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter, can_be_sent
 from hvd_periodic.tensorflow.contrib_opt.python_call import python_call
-from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn
+from hvd_periodic.tensorflow.contrib_opt.turns import Turn
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.host import on_host
 from hvd_periodic.tensorflow.store import layout_of
@@ -118,19 +118,12 @@ class SessionStartup:
 
     It corresponds to :meth:`ReplicaSynchronizer.begin` in PyTorch and Keras. Like a broadcast of global variables, it
     covers all global variables, except the variables of other optimizers, which start separately.
-
-    Args:
-        synchronizer: knows the other ranks.
-        turn: waits until all ranks start with this optimizer.
-        getter: knows the replicas, and the variables that belong to optimizers.
-        own: the variables of this optimizer.
-        first: tells whether a step is the first.
     """
 
     def __init__(
         self,
         synchronizer: VariableSynchronizer,
-        turn: SessionTurn,
+        turn: Turn,
         getter: CustomGetter,
         own: Sequence[Any],
         first: FirstStep,
@@ -154,39 +147,77 @@ class SessionStartup:
     def replaced(self, start_centers: Callable[[], Assigned]) -> tf.Tensor:
         """Return whether the start makes this rank's gradients stale, so that it must skip the update.
 
-        Args:
-            start_centers: returns the operations that set the centers to the replicas.
+        ``start_centers`` returns the operations that set the centers to the replicas.
         """
 
         def begin() -> tf.Tensor:
-            synchronizer, getter = self._synchronizer, self._getter
+            getter = self._getter
             center = digest_of([value_of(center) for center in getter.centers.values()])
             compared = [*self._parameters, *self._frozen]
             replica = digest_of(
                 [value_of(variable) for variable in compared],
                 lambda: [True] * len(self._parameters) + [not getter.is_anothers(v) for v in self._frozen],
             )
-            found = begin_in_graph(synchronizer, self._turn, center, replica)
-            given = tf.cond(found.from_root, branch(self._give), _nothing)
+            from_root, from_parameters, replaced = self._compare(center, replica)
+            given = tf.cond(from_root, branch(self._give), nothing)
             with tf.control_dependencies([given]):
-                centered = tf.cond(found.from_parameters, branch(start_centers), _nothing)
+                centered = tf.cond(from_parameters, branch(start_centers), nothing)
             with tf.control_dependencies([centered]), tf.control_dependencies([self._first.finish()]):
-                return tf.identity(found.replaced)
+                return tf.identity(replaced)
 
         with control_flow_v1():
-            return tf.cond(self._first(), begin, _nothing)
+            return tf.cond(self._first(), begin, nothing)
+
+    def _compare(self, center: tf.Tensor, replica: tf.Tensor) -> list[tf.Tensor]:
+        """Compare the digests of all ranks when the graph runs, as :meth:`ReplicaSynchronizer.begin` does.
+
+        A rank has loaded a state if its local steps are not 0; it may have loaded the centers, too.
+
+        Returns:
+            Whether all ranks take over the root's values; whether the center is set to the parameters; whether the
+            gradients of this rank belong to parameters that are replaced.
+        """
+        progress = self._synchronizer.progress
+
+        def compare(center: np.ndarray, replica: np.ndarray) -> list[np.ndarray]:
+            counters = progress.counters
+            steps, exchanges = counters.local_steps, (counters.last_exchange, counters.next_exchange)
+            status = LoadStatus(steps > 0, steps, exchanges, "", f"{center:014x}", f"{replica:014x}")
+            with self._turn():
+                self._synchronizer.handshake.meet(Purpose.START)
+                return [np.array(self._decide(status))]
+
+        values, stores = self._synchronizer.replica.values, [progress.store()]
+        (decided,), _ = python_call(compare, values, stores, [center, replica], [tf.bool])
+        return tf.unstack(tf.ensure_shape(decided, [3]))
+
+    def _decide(self, own: LoadStatus) -> list[bool]:
+        """Return the answers of :meth:`_compare`, given the status of this rank; collective."""
+        membership = self._synchronizer.membership
+        found = membership.all_ranks.gather((own, membership.in_groups), "start")
+        statuses = {rank: status for rank, (status, _) in found.items()}
+        root, rank = membership.global_root, membership.global_rank
+        start = decide(statuses, root)  # The root also sends the state of the local optimizer.
+        most = max(status.local_steps for status in statuses.values())
+        averaged_until = self._synchronizer.warmup.until or 0
+        averaging = any(in_groups for _, in_groups in found.values()) or most < averaged_until
+        different = len({status.replica for status in statuses.values()}) > 1
+        given = start is Start.FROM_ROOT or (start is Start.FROM_PARAMETERS and different)
+        if given and rank == root:
+            logger.warning("Ranks started with different values: all take over the values of rank %d", root)
+        return [given, start is Start.FROM_PARAMETERS, parameters_replaced(start, statuses, rank, root, averaging)]
 
     def _give(self) -> Assigned:
         """Return the operations that give all ranks the root's values."""
         assigned = self._give_together(self._own, "start")
         assigned += [variable.assign(tf.zeros_like(variable)) for variable in self._unsent]
-        free = on_host(lambda: [int(not self._getter.is_anothers(variable)) for variable in self._frozen], [])
+        free = on_host(lambda: [int(not self._getter.is_anothers(variable)) for variable in self._frozen])
         for i, variable in enumerate(self._frozen):
 
             def give(variable: Any = variable, name: str = f"start.{i}") -> Assigned:
                 return self._give_together([variable], name)
 
-            assigned.append(tf.cond(free[i] > 0, branch(give), _nothing))
+            assigned.append(tf.cond(free[i] > 0, branch(give), nothing))
         return assigned
 
     def _give_together(self, variables: Sequence[Any], name: str) -> Assigned:
@@ -201,85 +232,10 @@ class SessionStartup:
             return store.assign()
 
 
-def _nothing() -> tf.Tensor:
-    return tf.constant(False)
-
-
-@dataclass(frozen=True)
-class StartDecision:
-    """The actions of a graph before its first step; boolean scalars.
-
-    Attributes:
-        from_parameters: the center is set to the parameters.
-        from_root: all ranks take over the root's values.
-        replaced: the gradients of this rank belong to parameters that are replaced.
-    """
-
-    from_parameters: tf.Tensor
-    from_root: tf.Tensor
-    replaced: tf.Tensor
-
-
-def begin_in_graph(
-    synchronizer: VariableSynchronizer, turn: SessionTurn, center: tf.Tensor, replica: tf.Tensor
-) -> StartDecision:
-    """Compare the values of all ranks when the graph of a session runs, as :meth:`ReplicaSynchronizer.begin` does.
-
-    A rank has loaded a state if its local steps are not 0.
-
-    Args:
-        synchronizer: the synchronizer of this optimizer.
-        turn: waits until all ranks start with this optimizer.
-        center: digest of the centers, which may have been loaded.
-        replica: digest of the values for which there are gradients.
-    """
-
-    def begin_in_turn(center: np.ndarray, replica: np.ndarray) -> list[np.ndarray]:
-        with turn.turn():
-            return begin(center, replica)
-
-    def begin(center: np.ndarray, replica: np.ndarray) -> list[np.ndarray]:
-        synchronizer.handshake.meet(Purpose.START)
-        counters, membership = synchronizer.progress.counters, synchronizer.membership
-        status = LoadStatus(
-            counters.local_steps > 0,
-            counters.local_steps,
-            (counters.last_exchange, counters.next_exchange),
-            "",
-            f"{center:014x}",
-            f"{replica:014x}",
-        )
-        statuses = membership.all_ranks.gather((status, membership.in_groups), "start")
-        return [np.array(_decide(synchronizer, statuses))]
-
-    stores = [synchronizer.progress.store()]
-    (decided,), _ = python_call(begin_in_turn, synchronizer.replica.values, stores, [center, replica], [tf.bool])
-    from_parameters, from_root, replaced = tf.unstack(tf.ensure_shape(decided, [3]))
-    return StartDecision(from_parameters, from_root, replaced)
-
-
-def _decide(synchronizer: VariableSynchronizer, found: Mapping[int, tuple[LoadStatus, bool]]) -> list[bool]:
-    """Return the three fields of :class:`StartDecision`, given the status of each rank and whether it is in groups."""
-    membership = synchronizer.membership
-    statuses = {rank: status for rank, (status, _) in found.items()}
-    root, own = membership.global_root, membership.global_rank
-    start = decide(statuses, root)  # The root also sends the state of the local optimizer.
-    most = max(status.local_steps for status in statuses.values())
-    averaging = any(in_groups for _, in_groups in found.values()) or most < (synchronizer.warmup.until or 0)
-    different = len({status.replica for status in statuses.values()}) > 1
-    given = start is Start.FROM_ROOT or (start is Start.FROM_PARAMETERS and different)
-    replaced = parameters_replaced(start, statuses, own, root, averaging)
-    if given and own == root:
-        logger.warning("Ranks started with different values: all take over the values of rank %d", root)
-    return [start is Start.FROM_PARAMETERS, given, replaced]
-
-
 def digest_of(tensors: Sequence[Any], chosen: Callable[[], Sequence[bool]] | None = None) -> tf.Tensor:
     """Return a digest of values, computed when the graph runs; equal values have equal digests.
 
-    Args:
-        tensors: the values.
-        chosen: returns which of the values to include. None: all.
+    ``chosen`` returns which of the values to include; None: all.
     """
 
     def digest(*values: tf.Tensor) -> tf.Tensor:

@@ -13,11 +13,11 @@ import tensorflow as tf
 
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.sync.reporting import report_start
-from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
+from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1, nothing
 from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous, SessionOverlapped
 from hvd_periodic.tensorflow.contrib_opt.python_call import python_call
 from hvd_periodic.tensorflow.contrib_opt.replica import GraphOuterOptimizer
-from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn
+from hvd_periodic.tensorflow.contrib_opt.turns import Turn
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.store import ArrayStore, layout_of
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES
@@ -28,8 +28,6 @@ class StepEnd:
     """Counts local steps, and exchanges at the last step of each period.
 
     Args:
-        synchronizer: counts and exchanges.
-        turn: waits until all ranks exchange with this optimizer.
         global_step: incremented by one, if there is one.
         counts_rounds: whether ``global_step`` counts exchanges, as in ``tf.contrib.opt``; otherwise it counts local
             steps, as a Horovod script expects.
@@ -39,7 +37,7 @@ class StepEnd:
     def __init__(
         self,
         synchronizer: VariableSynchronizer,
-        turn: SessionTurn,
+        turn: Turn,
         global_step: Any,
         counts_rounds: bool,
         start_centers: Callable[[], Assigned],
@@ -47,7 +45,7 @@ class StepEnd:
         self._synchronizer = synchronizer
         self._turn = turn
         if isinstance(synchronizer.exchanger, SessionOverlapped):
-            synchronizer.exchanger.turn = turn.turn
+            synchronizer.exchanger.turn = turn
         outer = synchronizer.exchanged.outer
         parts = outer.parts if isinstance(outer, PerFragmentOptimizer) else [outer]
         self._outer = [part for part in parts if isinstance(part, GraphOuterOptimizer) and part.is_in_session]
@@ -67,9 +65,9 @@ class StepEnd:
         with control_flow_v1():
             with tf.control_dependencies(self._center_following(due)):
                 due = tf.identity(due)
-            ended = [tf.cond(due, branch(self._exchange), _nothing)]
+            ended = [tf.cond(due, branch(self._exchange), nothing)]
             if self._synchronizer.progress.is_landing_due is not False:
-                ended.append(tf.cond(landing, branch(lambda: self._call(None)), _nothing))
+                ended.append(tf.cond(landing, branch(lambda: self._call(None)), nothing))
             return tf.group(*ended)
 
     def land(self) -> tf.Operation:
@@ -106,8 +104,8 @@ class StepEnd:
         with tf.control_dependencies([due]):
             remaining = synchronizer.steps_to_switch()
         return [
-            tf.cond(remaining > 0, branch(self._start_centers), _nothing),
-            tf.cond(tf.equal(remaining, 0), branch(lambda: self._call(synchronizer.restart_center)), _nothing),
+            tf.cond(remaining > 0, branch(self._start_centers), nothing),
+            tf.cond(tf.equal(remaining, 0), branch(lambda: self._call(synchronizer.restart_center)), nothing),
         ]
 
     def _exchange(self) -> Assigned:
@@ -140,7 +138,7 @@ class StepEnd:
             rest = iter(values)
             for each, tensors in zip(self._given, given, strict=True):
                 each.given = list(islice(rest, len(tensors)))
-            with self._turn.turn() if synchronizer.exchanger.steps_agree else nullcontext():
+            with self._turn() if synchronizer.exchanger.steps_agree else nullcontext():
                 run()
 
         _, assigned = python_call(in_turn, synchronizer.replica.values, self._stores(), list(chain(*given)))
@@ -157,7 +155,3 @@ class StepEnd:
             layout = layout_of([(variable.op.name, variable) for variable in state], DEFAULT_BUCKET_BYTES)
             stores.append(ArrayStore(layout, state, synchronizer.replica.values))
         return stores
-
-
-def _nothing() -> tf.Tensor:
-    return tf.constant(False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from threading import Condition
 from typing import ClassVar
@@ -12,6 +12,9 @@ import numpy as np
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.membership import Membership
+
+Turn = Callable[[], AbstractContextManager[None]]
+"""Returns a ``with`` block, the turn of one optimizer, which begins when all ranks are ready for its exchange."""
 
 _PATIENCE_SECONDS = 600.0
 """How long a rank waits for the exchange of another of its optimizers, for which other ranks are ready."""
@@ -28,9 +31,6 @@ class SessionTurns:
     they differ, the optimizer with the smallest number goes first, and the others wait for its exchange on their rank.
     A session with one thread cannot start another exchange meanwhile: there, one optimizer must depend on the other.
 
-    Args:
-        communicator: the ranks.
-
     Attributes:
         constructed: number of optimizers constructed for these ranks; a single optimizer asks no other rank.
     """
@@ -45,12 +45,21 @@ class SessionTurns:
         self.constructed = 0
 
     @classmethod
-    def of(cls, membership: Membership) -> SessionTurn:
-        """Return the turns of an optimizer among the optimizers of the same ranks."""
+    def of(cls, membership: Membership) -> Turn:
+        """Return the turn of an optimizer among the optimizers of the same ranks."""
         ranks = membership.communicator.global_ranks
         turns = cls._of_ranks.setdefault(tuple(ranks), cls(membership.communicator))
         turns.constructed += 1
-        return SessionTurn(turns, membership.number)
+        return partial(turns.turn, membership.number)
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """Wait for the turn of an optimizer; it lasts until the ``with`` block ends."""
+        self.begin(number)
+        try:
+            yield
+        finally:
+            self.end(number)
 
     def begin(self, number: int) -> None:
         """Wait until all ranks are ready for the exchange of this optimizer."""
@@ -103,19 +112,3 @@ class SessionTurns:
     def _end(self) -> None:
         self._busy = False
         self._condition.notify_all()
-
-
-class SessionTurn:
-    """The turns of one optimizer."""
-
-    def __init__(self, turns: SessionTurns, number: int) -> None:
-        self._turns, self._number = turns, number
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Wait for the turn of this optimizer; it lasts until the ``with`` block ends."""
-        self._turns.begin(self._number)
-        try:
-            yield
-        finally:
-            self._turns.end(self._number)
