@@ -253,9 +253,9 @@ def counted(rank: int, step: int) -> float:
     return 0.0 if step == 9 else [2.0, 0.0 if step == 6 else 1.0, 5.0][rank]
 
 
-@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
-@pytest.mark.parametrize("policy", ["skip", "ignore"])
-@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize(
+    ("name", "center", "policy"), covering(MEANS, ("replicated", "root", "sharded"), ("skip", "ignore"))
+)
 def test_weights_as_a_slow_oracle_says(name: str, policy: str, center: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if policy == "ignore":
         monkeypatch.setattr("tests.unit.test_values.SPOILED", set())
