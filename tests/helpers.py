@@ -23,7 +23,7 @@ TIMEOUT_SECONDS = 30.0
 
 def readable(value: object) -> str:
     """Return the name of a test's parameter: the same in every process, without the addresses of objects."""
-    return re.sub(r" at 0x\w+", "", repr(value))
+    return value.__name__ if isinstance(value, type) else re.sub(r" at 0x\w+", "", repr(value))
 
 
 def run_ranks(size: int, function: Callable[[Communicator], T]) -> list[T]:
@@ -68,7 +68,7 @@ class NumpyTrainer:
         *,
         optimizer: ArrayOptimizer | None = None,
         outer_optimizer: ArrayOptimizer | None = None,
-        bucket_bytes: int = 24,
+        bucket_bytes: int = 96,
         center: str = "replicated",
     ) -> None:
         self.arrays = list(arrays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeVar
@@ -71,15 +72,23 @@ class Work(Protocol[W]):
         """Return what :func:`together` returns."""
 
 
-def lost_anywhere(prepare: Callable[[], Sequence[W]], work: Work[W], ahead: int) -> list[Sequence[W]]:
-    """Let the last of some workers be lost in every collective of what they do; return those that are left, for each.
+EVERYWHERE = (0, 1)
+"""The first collective in which a rank is lost, and the distance to the next one."""
 
-    One rank, ``ahead``, has heard what came of the collective, and the others have not.
+
+def lost_anywhere(
+    prepare: Callable[[], Sequence[W]], work: Work[W], ahead: int, places: tuple[int, int] = EVERYWHERE
+) -> list[Sequence[W]]:
+    """Let the last of some workers be lost in each collective of what they do; return those that are left, for each.
+
+    One rank, ``ahead``, has heard what came of the collective, and the others have not. Which are collectives in which
+    one is lost, ``places`` says: the first of them, and the distance to the next one.
     """
     found: list[Sequence[W]] = []
-    while True:
+    for at in itertools.count(*places):
         workers = prepare()
-        outcome = work(workers, at=len(found), ahead=[ahead])
+        outcome = work(workers, at=at, ahead=[ahead])
         if not any(isinstance(each, LostError) for each in outcome):
-            return found
+            break
         found.append(workers[:-1])
+    return found

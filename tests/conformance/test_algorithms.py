@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ from hvd_periodic import Algorithm, Communicator, Every
 from hvd_periodic.numpy import SGD
 from hvd_periodic.vectors.space import VectorSpace
 from tests.conformance.discovery import algorithms
-from tests.helpers import Array, NumpyTrainer, random_arrays, run_ranks
+from tests.covering import covering
+from tests.helpers import Array, NumpyTrainer, random_arrays, readable, run_ranks
+from tests.parallel.tiers import thorough
 
 DTYPES = ["float16", "float32", "float64"]
 
@@ -71,6 +74,10 @@ def train(cls: type[Algorithm], size: int, dtype: str = "float64", uneven: int =
     return run_ranks(size, work)
 
 
+seen = functools.cache(train)
+"""What such a training was like, for tests that look at the same one; bits of a second one are in no test but one."""
+
+
 def test_algorithms_are_found() -> None:
     assert {cls.__name__ for cls in algorithms()} >= {"EASGD", "Averaging", "AGN"}
 
@@ -104,7 +111,7 @@ def test_init(cls: type[Algorithm], dtype: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_exchanges_take_place_and_move_the_center(cls: type[Algorithm], size: int) -> None:
-    for run in train(cls, size):
+    for run in seen(cls, size):
         assert run.exchanged == [False, False, True, False, False, True, False]
         centers = run.center_bits()
         assert centers[0] == centers[1], "the center moves between exchanges"
@@ -112,16 +119,18 @@ def test_exchanges_take_place_and_move_the_center(cls: type[Algorithm], size: in
         assert all(np.isfinite(array).all() for arrays in (*run.replicas, *run.centers) for array in arrays)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(2, "float16"), (2, "float32"), (2, "float64"), (3, "float64"), thorough(3, "float16"), thorough(3, "float32")],
+)
 def test_the_center_is_the_same_on_all_ranks(cls: type[Algorithm], size: int, dtype: str) -> None:
     """To the bit, after every step, with different data on every rank."""
-    runs = train(cls, size, dtype)
+    runs = seen(cls, size, dtype)
     assert all(run.center_bits() == runs[0].center_bits() for run in runs)
     assert runs[0].bits() != runs[1].bits(), "the ranks have seen the same data"
 
 
-@pytest.mark.parametrize("uneven", [1, 4])
+@pytest.mark.parametrize(("cls", "uneven"), covering(algorithms(), (1, 4), together=1), ids=readable)
 def test_all_ranks_leave_with_the_same_center(cls: type[Algorithm], uneven: int) -> None:
     runs = train(cls, 3, uneven=uneven)
     assert len({len(run.exchanged) for run in runs}) == 3
@@ -130,26 +139,25 @@ def test_all_ranks_leave_with_the_same_center(cls: type[Algorithm], uneven: int)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_are_kept(cls: type[Algorithm], dtype: str) -> None:
-    for run in train(cls, 2, dtype):
+    for run in seen(cls, 2, dtype):
         for arrays in run.replicas:
             assert {array.dtype for array in arrays} == {np.dtype(dtype)}
         for arrays in run.centers:
             assert {array.dtype for array in arrays} == {np.promote_types(dtype, "float32")}
 
 
-def test_results_do_not_depend_on_the_buckets(cls: type[Algorithm]) -> None:
-    expected = [run.bits() for run in train(cls, 3, bucket_bytes=2**20)]
-    for bucket_bytes in (8, 40, 128):
-        assert [run.bits() for run in train(cls, 3, bucket_bytes=bucket_bytes)] == expected
+@pytest.mark.parametrize("bucket_bytes", [2**20, 40, thorough(8), thorough(128)])
+def test_results_do_not_depend_on_the_buckets(cls: type[Algorithm], bucket_bytes: int) -> None:
+    assert [run.bits() for run in train(cls, 3, bucket_bytes=bucket_bytes)] == [run.bits() for run in seen(cls, 3)]
 
 
 def test_it_is_deterministic(cls: type[Algorithm]) -> None:
-    assert [run.bits() for run in train(cls, 3)] == [run.bits() for run in train(cls, 3)]
+    assert [run.bits() for run in train(cls, 2)] == [run.bits() for run in seen(cls, 2)]
 
 
 def test_the_vectors_of_its_state_are_those_of_init(cls: type[Algorithm]) -> None:
     keys = sorted(cls().init_center(VectorSpace(), np.zeros(1)) | cls().init_worker(VectorSpace(), np.zeros(1)))
-    assert all(run.keys == keys for run in train(cls, 2))
+    assert all(run.keys == keys for run in seen(cls, 2))
 
 
 def test_nothing_moves_without_gradients(cls: type[Algorithm]) -> None:
@@ -167,7 +175,7 @@ def test_nothing_moves_without_gradients(cls: type[Algorithm]) -> None:
     run_ranks(2, work)
 
 
-@pytest.mark.parametrize("saved_at", [2, 3, 4])
+@pytest.mark.parametrize(("cls", "saved_at"), covering(algorithms(), (2, 3, 4), together=1), ids=readable)
 def test_a_restored_state_continues_bit_for_bit(cls: type[Algorithm], saved_at: int) -> None:
     def work(communicator: Communicator) -> None:
         trainer, resumed = (new_trainer(communicator, cls, "float32") for _ in range(2))

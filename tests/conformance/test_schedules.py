@@ -117,7 +117,7 @@ def test_exchanges_take_place_at_the_predicted_steps(schedule: Any) -> None:
 
 def test_it_goes_on_exactly_where_it_was_saved(schedule: Any) -> None:
     """Every question after a resume is the one of a run without, but for what is measured anew."""
-    until, saved_at = 60, 25
+    until, saved_at = 40, 25
 
     def work(communicator: Communicator, resume: bool) -> list[tuple[int, int, Any]]:
         def build() -> ModelAverageOptimizer:

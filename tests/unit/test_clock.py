@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import pickle
@@ -15,6 +16,7 @@ import pytest
 
 from hvd_periodic import QSR, AdaComm, Clock, Communicator, Doubling, Every, Piecewise, Seconds
 from hvd_periodic.numpy import SGD, ModelAverageOptimizer
+from tests.covering import covering
 from tests.helpers import errors, readable, run_ranks
 
 N = 3
@@ -148,14 +150,12 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=readable)
-@pytest.mark.parametrize("on_root_only", [False, True])
-@pytest.mark.parametrize("saved_at", [0, 7, 8, 12])
-def test_a_resumed_run_exchanges_at_the_same_steps(schedule: Any, saved_at: int, on_root_only: bool) -> None:
-    """Losses and rates differ between ranks; those reported before the save count after it."""
+@functools.cache
+def run_and_resumed(schedule: Any, saved_at: int | None, on_root_only: bool) -> list[tuple[list[int], list[Any]]]:
+    """Return the steps of the exchanges of two ranks, and what they kept, in a run that may be resumed once."""
     steps = 24
 
-    def train(communicator: Communicator, resume: bool) -> tuple[list[int], list[Any]]:
+    def train(communicator: Communicator) -> tuple[list[int], list[Any]]:
         local = SGD(0.1)
 
         def build() -> ModelAverageOptimizer:
@@ -163,7 +163,7 @@ def test_a_resumed_run_exchanges_at_the_same_steps(schedule: Any, saved_at: int,
 
         optimizer, found, kept = build(), [], []
         for step in range(1, steps + 1):
-            if resume and step == saved_at + 1:
+            if saved_at is not None and step == saved_at + 1:
                 state = pickle.loads(pickle.dumps(optimizer.synchronizer.state_dict()))
                 optimizer = build()
                 if communicator.rank == 0 or not on_root_only:
@@ -177,9 +177,17 @@ def test_a_resumed_run_exchanges_at_the_same_steps(schedule: Any, saved_at: int,
                 kept.append(optimizer.synchronizer.progress.notes.memory)
         return found, kept
 
-    expected = run_ranks(2, lambda communicator: train(communicator, resume=False))
+    return run_ranks(2, train)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "saved_at", "on_root_only"), covering(SCHEDULES, (0, 7, 8, 12), (False, True)), ids=readable
+)
+def test_a_resumed_run_exchanges_at_the_same_steps(schedule: Any, saved_at: int, on_root_only: bool) -> None:
+    """Losses and rates differ between ranks; those reported before the save count after it."""
+    expected = run_and_resumed(schedule, None, on_root_only)
     assert expected[0] == expected[1]
-    assert run_ranks(2, lambda communicator: train(communicator, resume=True)) == expected
+    assert run_and_resumed(schedule, saved_at, on_root_only) == expected
 
 
 def test_the_next_exchange_of_a_measured_schedule_is_saved() -> None:

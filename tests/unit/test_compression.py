@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from hvd_periodic.vectors.coding import Coding
 from hvd_periodic.wires import Wire
 from tests import compression_oracle as slow
 from tests import oracle
+from tests.covering import covering
 from tests.helpers import Array, errors, readable, run_ranks
 from tests.overlap_oracle import PERIOD
 
@@ -61,9 +61,7 @@ def train(
         return seen, x.tolist()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(("name", "wire", "size"), covering(ALGORITHMS, WIRES, (2, 3, 1)))
 def test_agreement_with_a_slow_oracle(name: str, wire: str, size: int) -> None:
     compression, quantize, hops = WIRES[wire]
     found = run_ranks(size, lambda communicator: train(communicator, name, compression))
@@ -75,8 +73,9 @@ def test_agreement_with_a_slow_oracle(name: str, wire: str, size: int) -> None:
         assert its_center == found[0][1], "one center, to the bit"
 
 
-@pytest.mark.parametrize("overlap", [1, 2, "period"])
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(
+    ("wire", "overlap"), covering(WIRES, (1, 2, "period"), together=1, always=[("int8", "period")])
+)
 def test_elastic_averaging_with_overlap(wire: str, overlap: int | str) -> None:
     """In one hop; the replica pulls at once, by what it has sent."""
     compression, quantize, _ = WIRES[wire]
@@ -165,18 +164,13 @@ def test_what_is_not_sent_is_sent_later(wire: str) -> None:
             assert found >= 0.5 * moved
 
 
-def resumed() -> list[Any]:
-    """Return algorithms, wires, and overlaps; every run has a third of them, with each pair of algorithm and wire."""
-    found = []
-    for (i, name), (j, wire), (k, overlap) in itertools.product(*map(enumerate, (ALGORITHMS, LOSSY, (0, 1, "period")))):
-        marks = [] if (i + j + k) % 3 == 0 else [pytest.mark.thorough]
-        found.append(pytest.param(name, wire, overlap, id=f"{name}-{readable(wire)}-{overlap}", marks=marks))
-    return found
+KINDS = [(wire, overlap) for wire in LOSSY for overlap in (0, 1, "period")]
 
 
-@pytest.mark.parametrize(("name", "wire", "overlap"), resumed())
-def test_resume_to_the_bit(name: str, wire: Wire, overlap: int | str) -> None:
+@pytest.mark.parametrize(("name", "kind"), covering(ALGORITHMS, KINDS, together=1), ids=readable)
+def test_resume_to_the_bit(name: str, kind: tuple[Wire, int | str]) -> None:
     """At every step of a period: with what was not sent, and what is under way."""
+    wire, overlap = kind
     target = np.random.default_rng(5).standard_normal(37)
 
     def run(communicator: Communicator) -> None:
@@ -189,16 +183,19 @@ def test_resume_to_the_bit(name: str, wire: Wire, overlap: int | str) -> None:
         def step(optimizer: Any, x: Array, number: int) -> None:
             optimizer.step([x - target * (1 + communicator.rank) + 0.1 * np.sin(np.arange(37) * number)])
 
-        for saved_at in range(2 * PERIOD, 3 * PERIOD):
-            (optimizer, x), (again, y) = make(), make()
-            for number in range(saved_at):
-                step(optimizer, x, number)
-            again.synchronizer.load_state_dict(optimizer.synchronizer.state_dict())
-            y[...] = x
-            for number in range(saved_at, saved_at + 2 * PERIOD):
-                step(optimizer, x, number)
+        (optimizer, x), saved, trajectory = make(), {}, {}
+        for number in range(5 * PERIOD):
+            if 2 * PERIOD <= number < 3 * PERIOD:
+                saved[number] = optimizer.synchronizer.state_dict(), x.copy()
+            step(optimizer, x, number)
+            trajectory[number] = x.tobytes()
+        for saved_at, (state, values) in saved.items():
+            again, y = make()
+            again.synchronizer.load_state_dict(state)
+            y[...] = values
+            for number in range(saved_at, 5 * PERIOD):
                 step(again, y, number)
-                assert x.tobytes() == y.tobytes(), (saved_at, number)
+                assert y.tobytes() == trajectory[number], (saved_at, number)
             with optimizer.center(), again.center():
                 assert x.tobytes() == y.tobytes(), saved_at
 

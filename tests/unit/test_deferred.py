@@ -17,6 +17,7 @@ from hvd_periodic.checkpoints.saving import SavePoint
 from hvd_periodic.comm.membership import TrainingGroup
 from hvd_periodic.numpy import SGD
 from hvd_periodic.vectors.lending import Deferred
+from tests.covering import covering
 from tests.helpers import NumpyTrainer, errors, random_arrays, run_ranks
 
 
@@ -47,10 +48,11 @@ def plain(value: Any) -> Any:
     return (value.dtype.str, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("algorithm", [EASGD(0.25), AGN(), DiLoCo()], ids=lambda algorithm: type(algorithm).__name__)
-@pytest.mark.parametrize("center", ["root", "sharded"])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    ("size", "center", "algorithm", "background"),
+    covering((3, 1), ("root", "sharded"), (EASGD(0.25), AGN(), DiLoCo()), (False, True)),
+    ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else str(value),
+)
 def test_files_hold_what_states_hold(
     size: int, center: str, algorithm: Algorithm, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

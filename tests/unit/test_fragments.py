@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from hvd_periodic.sync.planner import forecast
 from hvd_periodic.vectors.fragments import cut_into_fragments
 from hvd_periodic.vectors.layout import Layout, TensorSpec
 from tests import oracle
+from tests.covering import covering
 from tests.helpers import errors, readable, run_ranks
 from tests.overlap_oracle import expected
 from tests.parallel.tiers import thorough
@@ -72,19 +74,38 @@ def train(
     return seen
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@functools.cache
+def trained(size: int, name: str, **options: Any) -> list[list[Any]]:
+    """Return what :func:`train` returns on so many ranks."""
+    return run_ranks(size, lambda communicator: train(communicator, name, **options))
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Exchanges take place with a period, the first one earlier."""
+
+    first: int
+
+    def __call__(self, clock: Clock) -> int:
+        return PERIOD if clock.round else self.first
+
+
+@pytest.mark.parametrize(("name", "size"), covering(ALGORITHMS, (2, 3), together=1, always=[("average", 2)]))
 def test_each_fragment_goes_where_all_go_that_begin_with_it(name: str, size: int) -> None:
     """Elements do not depend on each other here, so that a fragment has the trajectory of its own phase, to the bit."""
+    compare_phases(name, size)
+
+
+def test_of_one_rank_as_well() -> None:
+    for name in ("easgd_rho", "diloco"):
+        compare_phases(name, size=1)
+
+
+def compare_phases(name: str, size: int) -> None:
     for fragments in (2, 3):
-        found = run_ranks(size, lambda communicator, f=fragments: train(communicator, name, fragments=f))  # type: ignore[misc]
+        found = trained(size, name, fragments=fragments)
         for element in range(3):
-            first = steps_of(fragment_of(element, fragments), fragments)[0]
-
-            def phase(clock: Clock, first: int = first) -> int:
-                return PERIOD if clock.round else first
-
-            alone = run_ranks(size, lambda communicator, phase=phase: train(communicator, name, phase))  # type: ignore[misc]
+            alone = trained(size, name, schedule=Phase(steps_of(fragment_of(element, fragments), fragments)[0]))
             for rank in range(size):
                 assert [x[element] for x in found[rank]] == [x[element] for x in alone[rank]], (fragments, element)
 
@@ -99,36 +120,32 @@ def steps_of(fragment: int, fragments: int) -> list[int]:
     return list(range(-(-(fragment + 1) * PERIOD // fragments), oracle.STEPS + 1, PERIOD))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_fragments_that_travel_during_local_steps(name: str) -> None:
+@pytest.mark.parametrize(("name", "overlap", "fragments"), covering(ALGORITHMS, (1, 2, "period"), (2, 3)))
+def test_fragments_that_travel_during_local_steps(name: str, overlap: int | str, fragments: int) -> None:
     """What is under way is taken when the next fragment is exchanged, at the latest; elastic averaging goes as ever."""
-    for fragments in (2, 3):
-        landing = [step for fragment in range(fragments) for step in steps_of(fragment, fragments)]
-        blocking = run_ranks(2, lambda communicator, f=fragments: train(communicator, name, fragments=f))  # type: ignore[misc]
-        for overlap in (1, 2, "period"):
-            options = {"fragments": fragments, "overlap": overlap}
-            found = run_ranks(2, lambda communicator, o=options: train(communicator, name, **o))  # type: ignore[misc]
-            assert found[0][-1] == found[1][-1]
-            if name.startswith("easgd"):
-                assert found == blocking
-                continue
-            for element in range(3):
-                own = steps_of(fragment_of(element, fragments), fragments)
-                for step, of_workers in enumerate(expected(name, 2, overlap, own, landing)):
-                    for worker, x in enumerate(of_workers):
-                        assert found[worker][step][element] == pytest.approx(x[element], rel=1e-9, abs=1e-9), options
+    landing = [step for fragment in range(fragments) for step in steps_of(fragment, fragments)]
+    found = trained(2, name, fragments=fragments, overlap=overlap)
+    assert found[0][-1] == found[1][-1]
+    if name.startswith("easgd"):
+        assert found == trained(2, name, fragments=fragments)
+        return
+    for element in range(3):
+        own = steps_of(fragment_of(element, fragments), fragments)
+        for step, of_workers in enumerate(expected(name, 2, overlap, own, landing)):
+            for worker, x in enumerate(of_workers):
+                assert found[worker][step][element] == pytest.approx(x[element], rel=1e-9, abs=1e-9), (element, step)
 
 
 @pytest.mark.parametrize(
-    ("overlap", "name"),
+    ("overlap", "name", "last"),
     [
-        *((0, "easgd_rho"), (1, "average"), (0, "agn"), (1, "diloco"), (0, "slowmo"), (1, "bmuf")),
-        *(thorough(1, name) for name in ("easgd_rho", "agn", "slowmo")),
-        *(thorough(0, name) for name in ("average", "diloco", "bmuf")),
+        *((0, "easgd_rho", 6), (1, "average", 6), (0, "agn", 6), (1, "diloco", 6), (0, "slowmo", 6), (1, "bmuf", 6)),
+        *(thorough(1, name, 10) for name in ("easgd_rho", "agn", "slowmo")),
+        *(thorough(0, name, 10) for name in ("average", "diloco", "bmuf")),
     ],
 )
-def test_resume_in_the_middle_of_a_period(name: str, overlap: int) -> None:
-    """At every step of two periods, in new objects: the same to the bit."""
+def test_resume_in_the_middle_of_a_period(name: str, overlap: int, last: int) -> None:
+    """At every step of more than a period, in new objects: the same to the bit."""
 
     def run(communicator: Communicator) -> None:
         rank = communicator.rank
@@ -140,53 +157,58 @@ def test_resume_in_the_middle_of_a_period(name: str, overlap: int) -> None:
         def step(optimizer: PeriodicOptimizer, x: dict[str, Any]) -> None:
             optimizer.step([np.array([g]) for g in oracle.gradient(rank, [value.item() for value in x.values()])])
 
-        for saved_at in range(1, 1 + 2 * PERIOD):
-            x = arrays()
-            optimizer = make(x)
-            for _ in range(saved_at):
-                step(optimizer, x)
-            kept, state = {key: value.copy() for key, value in x.items()}, optimizer.synchronizer.state_dict()
+        def end(optimizer: PeriodicOptimizer, x: dict[str, Any]) -> list[dict[str, bytes]]:
+            optimizer.synchronizer.finalize()
+            ended = bits(x)
+            with optimizer.center():
+                return [ended, bits(x)]
+
+        def bits(x: dict[str, Any]) -> dict[str, bytes]:
+            return {key: value.tobytes() for key, value in x.items()}
+
+        x, saved, trajectory = arrays(), {}, {}
+        optimizer = make(x)
+        for number in range(1, last + PERIOD + 3):
+            step(optimizer, x)
+            trajectory[number] = bits(x)
+            if number <= last:
+                saved[number] = optimizer.synchronizer.state_dict(), {key: value.copy() for key, value in x.items()}
+        ended = end(optimizer, x)
+        for saved_at, (state, kept) in saved.items():
             y = {key: np.zeros(1) for key in x}
             again = make(y)
             again.synchronizer.load_state_dict(state)
             for key, value in kept.items():
                 y[key][...] = value
-            for _ in range(PERIOD + 2):
-                step(optimizer, x)
+            for number in range(saved_at + 1, last + PERIOD + 3):
                 step(again, y)
-                assert {k: v.tobytes() for k, v in y.items()} == {k: v.tobytes() for k, v in x.items()}, saved_at
-            optimizer.synchronizer.finalize()
-            again.synchronizer.finalize()
-            with optimizer.center(), again.center():
-                assert {k: v.tobytes() for k, v in y.items()} == {k: v.tobytes() for k, v in x.items()}, saved_at
+                assert bits(y) == trajectory[number], saved_at
+            assert end(again, y) == ended, saved_at
 
     run_ranks(2, run)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("center", ["root", "sharded"])
+@pytest.mark.parametrize(("name", "center"), covering(ALGORITHMS, ("root", "sharded"), together=1))
 def test_places_of_the_center(name: str, center: str) -> None:
-    replicated = run_ranks(3, lambda communicator: train(communicator, name, fragments=2))
-    found = run_ranks(3, lambda communicator: train(communicator, name, fragments=2, center=center))
+    replicated = trained(3, name, fragments=2)
+    found = trained(3, name, fragments=2, center=center)
     for rank in range(3):
         assert np.ravel(found[rank]) == pytest.approx(np.ravel(replicated[rank]), rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["easgd", "average", "agn", "diloco"])
-@pytest.mark.parametrize("wire", [Compression.int8, Compression.topk(0.5), Compression.bf16], ids=repr)
-@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "wire", "overlap"),
+    covering(
+        ("easgd", "average", "agn", "diloco"), (Compression.int8, Compression.topk(0.5), Compression.bf16), (0, 1)
+    ),
+    ids=readable,
+)
 def test_compressed_fragments(name: str, wire: Any, overlap: int) -> None:
     """As messages of one element each, of a training whose phase is that of the fragment."""
     options: dict[str, Any] = {"compression": wire, "overlap": overlap}
-    found = run_ranks(2, lambda communicator: train(communicator, name, fragments=3, **options))
+    found = trained(2, name, fragments=3, **options)
     for element in range(3):
-        first = steps_of(element, 3)[0]
-
-        def phase(clock: Clock, first: int = first) -> int:
-            return PERIOD if clock.round else first
-
-        only: Any = options | {"schedule": phase, "elements": [element]}
-        alone = run_ranks(2, lambda communicator, o=only: train(communicator, name, **o))  # type: ignore[misc]
+        alone = trained(2, name, schedule=Phase(steps_of(element, 3)[0]), elements=(element,), **options)
         for rank in range(2):
             assert [x[element] for x in found[rank]] == [x for (x,) in alone[rank]], element
     assert found[0][-1] == found[1][-1]
@@ -215,14 +237,10 @@ def test_ranks_with_other_numbers_of_steps(name: str) -> None:
         assert total == pytest.approx([4.0 + (0 + 1 + 2), 8.0 + (0 + 1 + 2)])
 
 
-def test_looking_changes_nothing() -> None:
-    for name in ALGORITHMS:
-        for overlap in (0, 1):
-            plain, looked = (
-                run_ranks(2, lambda c, n=name, d=overlap, see=look: train(c, n, look=see, fragments=3, overlap=d))  # type: ignore[misc]
-                for look in (False, True)
-            )
-            assert looked == plain, (name, overlap)
+@pytest.mark.parametrize(("name", "overlap"), covering(ALGORITHMS, (0, 1), together=1))
+def test_looking_changes_nothing(name: str, overlap: int) -> None:
+    options: dict[str, Any] = {"overlap": overlap} if overlap else {}
+    assert trained(2, name, fragments=3, look=True, **options) == trained(2, name, fragments=3, **options)
 
 
 def test_traffic_is_spread() -> None:

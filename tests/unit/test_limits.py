@@ -14,6 +14,7 @@ from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, Model
 from hvd_periodic.numpy.outer import ArrayOuterOptimizer
 from hvd_periodic.vectors.layout import Layout, TensorSpec
 from hvd_periodic.vectors.store import FlatStore
+from tests.covering import covering
 from tests.helpers import Array, NumpyTrainer, read_center, run_ranks
 
 
@@ -100,8 +101,7 @@ def test_elastic_averaging_conserves_the_sum_of_replicas_and_center(n: int) -> N
     assert not np.allclose(centers[0][-1], centers[0][0]), "nothing moved"
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-@pytest.mark.parametrize("growth", [0.3, 0.9, 1.0])
+@pytest.mark.parametrize(("n", "growth"), covering((1, 2, 3, 5), (0.3, 0.9, 1.0), together=1))
 def test_mean_displacement_contracts_by_one_minus_rate_times_n_plus_one(n: int, growth: float) -> None:
     replicas, centers = without_gradients(n, growth / (n + 1), rounds=4)
     displacements = [np.mean(xs, axis=0) - c for xs, c in zip(replicas, centers[0], strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from hvd_periodic import Communicator, DiLoCo
 from hvd_periodic.elastic.backups import ShardBackup, back_up, backup_ranks, restore_center
 from hvd_periodic.elastic.shards import FullCenter, full_center, own_share
 from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, PeriodicOptimizer
+from tests.covering import covering
 from tests.helpers import errors, read_center, run_ranks
 
 SHAPES = ((3, 2), (7,), ())
@@ -30,6 +32,7 @@ def make(name: str, communicator: Communicator, center: str) -> tuple[Any, list[
     return MAKE[name](named, process_set=communicator, center=center), values
 
 
+@functools.cache
 def train(name: str, size: int, center: str) -> list[tuple[ShardBackup, dict[str, Any], list[np.ndarray]]]:
     """Return what every rank has kept after five steps, the state that all have together, and the center."""
 
@@ -53,11 +56,14 @@ def recover(name: str, center: str, mirrors: Sequence[ShardBackup | None]) -> li
     return run_ranks(len(mirrors), work)
 
 
-@pytest.mark.parametrize("center", ["root", "sharded"])
-@pytest.mark.parametrize(("size", "left"), [(3, [0, 2]), (3, [1, 2]), (2, [1]), (4, [3, 2]), (3, [2, 0, 1]), (1, [0])])
-@pytest.mark.parametrize("name", ["elastic", "diloco"])
-def test_the_center_of_those_that_are_left(name: str, size: int, left: list[int], center: str) -> None:
+LEFT = [(3, [0, 2]), (3, [1, 2]), (2, [1]), (4, [3, 2]), (3, [2, 0, 1]), (1, [0])]
+"""Numbers of ranks, and those that are left."""
+
+
+@pytest.mark.parametrize(("name", "of", "center"), covering(("elastic", "diloco"), LEFT, ("root", "sharded")), ids=str)
+def test_the_center_of_those_that_are_left(name: str, of: tuple[int, list[int]], center: str) -> None:
     """In whatever order, and with ranks that join before and after."""
+    size, left = of
     found = train(name, size, center)
     _, state, values = found[0]
     for mirrors in ([found[rank][0] for rank in left], [None, *(found[rank][0] for rank in left), None]):

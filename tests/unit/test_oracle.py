@@ -10,6 +10,7 @@ import pytest
 from hvd_periodic import Communicator, Every, PostLocal
 from hvd_periodic.algorithms.easgd import ContribEASGD
 from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer, PeriodicOptimizer
+from tests.covering import covering
 from tests.helpers import Array, read_center, run_ranks
 from tests.oracle import (
     MOMENTUM,
@@ -25,8 +26,11 @@ from tests.oracle import (
     gradient,
     periodic,
 )
+from tests.parallel.tiers import thorough
 
 SIZES = [1, 2, 3, 5]
+FEWER = [n if n in (1, 3) else thorough(n) for n in SIZES]
+"""Of tests that repeat one with more of them."""
 TOLERANCE = 1e-12
 
 
@@ -52,9 +56,7 @@ def assert_equal(found: Result, expected: Result) -> None:
         assert x == pytest.approx(y, rel=TOLERANCE, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("momentum", [0.0, MOMENTUM])
-@pytest.mark.parametrize("rho", [0.0, 0.3])
+@pytest.mark.parametrize(("n", "momentum", "rho"), covering(SIZES, (0.0, MOMENTUM), (0.0, 0.3)))
 def test_elastic_averaging_at_a_given_rate(n: int, momentum: float, rho: float) -> None:
     rate = 0.8 / (n + 1)
     found = library(
@@ -66,7 +68,7 @@ def test_elastic_averaging_at_a_given_rate(n: int, momentum: float, rho: float) 
     assert_equal(found, easgd(n, periodic(3), lambda _: rate, momentum, rho))
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", FEWER)
 def test_elastic_averaging_by_beta(n: int) -> None:
     found = library(
         n,
@@ -77,8 +79,7 @@ def test_elastic_averaging_by_beta(n: int) -> None:
     assert_equal(found, easgd(n, periodic(4), lambda _: 0.45 / n))
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("period", [1, 2, 5])
+@pytest.mark.parametrize(("n", "period"), covering(SIZES, (1, 2, 5), together=1))
 def test_elastic_averaging_at_the_default_rate(n: int, period: int) -> None:
     found = library(
         n,
@@ -89,8 +90,7 @@ def test_elastic_averaging_at_the_default_rate(n: int, period: int) -> None:
     assert_equal(found, easgd(n, periodic(period), lambda _: default_rate(n)))
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("momentum", [0.0, MOMENTUM])
+@pytest.mark.parametrize(("n", "momentum"), covering(SIZES, (0.0, MOMENTUM), together=1))
 def test_averaging(n: int, momentum: float) -> None:
     found = library(
         n,
@@ -101,9 +101,7 @@ def test_averaging(n: int, momentum: float) -> None:
     assert_equal(found, averaging(n, periodic(3), momentum))
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("op", ["sum", "average"])
-@pytest.mark.parametrize("momentum", [0.0, MOMENTUM])
+@pytest.mark.parametrize(("n", "op", "momentum"), covering(SIZES, ("sum", "average"), (0.0, MOMENTUM)))
 def test_accumulated_gradient_normalization(n: int, op: str, momentum: float) -> None:
     found = library(
         n,
@@ -114,7 +112,7 @@ def test_accumulated_gradient_normalization(n: int, op: str, momentum: float) ->
     assert_equal(found, agn(n, periodic(4), op, momentum))
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", FEWER)
 def test_accumulated_gradient_normalization_with_another_center_optimizer(n: int) -> None:
     found = library(
         n,
@@ -129,7 +127,7 @@ POST_LOCAL = {1, 2, 3, 7, 11}
 """Exchanges of ``PostLocal(start=3, period=4)`` within 13 steps."""
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", FEWER)
 def test_post_local_averaging(n: int) -> None:
     found = library(
         n,
@@ -140,7 +138,7 @@ def test_post_local_averaging(n: int) -> None:
     assert_equal(found, averaging(n, POST_LOCAL, MOMENTUM))
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", FEWER)
 def test_post_local_agn_divides_by_the_steps_of_each_exchange(n: int) -> None:
     found = library(
         n,
@@ -151,7 +149,7 @@ def test_post_local_agn_divides_by_the_steps_of_each_exchange(n: int) -> None:
     assert_equal(found, agn(n, POST_LOCAL, "sum"))
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", FEWER)
 def test_the_default_rate_does_not_depend_on_the_period(n: int) -> None:
     found = library(
         n,
@@ -162,7 +160,7 @@ def test_the_default_rate_does_not_depend_on_the_period(n: int) -> None:
     assert_equal(found, easgd(n, POST_LOCAL, lambda _: default_rate(n)))
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", FEWER)
 def test_the_default_rate_of_contrib_uses_the_period_of_each_exchange(n: int) -> None:
     found = library(
         n,

@@ -12,6 +12,7 @@ from hvd_periodic.algorithms import AGN, BMUF, EASGD, Algorithm, Averaging, DiLo
 from hvd_periodic.centers import PLACEMENTS
 from hvd_periodic.comm import LocalCommunicator
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
+from tests.covering import covering
 from tests.helpers import errors, run_ranks
 
 CURVATURE, MINIMUM, RATE, PERIOD = (0.5, 1.0), (3.0, -1.0), 0.1, 3
@@ -62,8 +63,7 @@ TABLE: dict[str, tuple[Algorithm, Centers]] = {
 }
 
 
-@pytest.mark.parametrize("center", PLACEMENTS)
-@pytest.mark.parametrize("case", TABLE)
+@pytest.mark.parametrize(("case", "center"), covering(TABLE, PLACEMENTS, together=1))
 def test_numbers(case: str, center: str) -> None:
     algorithm, expected = TABLE[case]
     assert centers(algorithm, center=center)[0] == pytest.approx(expected, abs=5e-9)
@@ -112,8 +112,7 @@ def oracle(kind: str, rounds: int, rate: float, momentum: float, rates: Any) -> 
     return seen
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.9])
-@pytest.mark.parametrize("rate", [0.5, 1.0, 1.3])
+@pytest.mark.parametrize(("rate", "momentum"), covering((0.5, 1.0, 1.3), (0.9, 0.3, 0.0), together=1))
 def test_oracle(rate: float, momentum: float) -> None:
     kinds: dict[str, Algorithm] = {
         "diloco": DiLoCo(rate, momentum),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.threads import ThreadCommunicator
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests import oracle
+from tests.covering import covering
 from tests.helpers import errors, random_arrays, readable, run_ranks
 from tests.overlap_oracle import PERIOD, expected
 
@@ -84,25 +86,29 @@ def train(
     return [*seen, x.tolist()]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if not name.startswith("easgd")])
-def test_no_local_progress_is_lost(name: str, size: int) -> None:
-    for overlap in OVERLAPS:
-        found = run_ranks(size, lambda communicator, d=overlap: train(communicator, name, d))  # type: ignore[misc]
-        for step, of_workers in enumerate(expected(name, size, overlap)):
-            for worker, x in enumerate(of_workers):
-                assert found[worker][step] == pytest.approx(x, rel=1e-9, abs=1e-9), (overlap, step, worker)
-        assert all(report[-2:] == found[0][-2:] for report in found), "one center, which all have at the end"
+@functools.cache
+def trained(size: int, name: str, overlap: int | str, **options: Any) -> list[list[Any]]:
+    """Return what :func:`train` returns on so many ranks."""
+    return run_ranks(size, lambda communicator: train(communicator, name, overlap, **options))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", ["easgd", "easgd_rho"])
-def test_elastic_averaging_goes_where_it_goes_without_overlap(name: str, size: int) -> None:
+ELASTIC = [name for name in ALGORITHMS if name.startswith("easgd")]
+OTHERS = [name for name in ALGORITHMS if name not in ELASTIC]
+
+
+@pytest.mark.parametrize(("name", "overlap", "size"), covering(OTHERS, OVERLAPS, (2, 3, 1)))
+def test_no_local_progress_is_lost(name: str, overlap: int | str, size: int) -> None:
+    found = trained(size, name, overlap)
+    for step, of_workers in enumerate(expected(name, size, overlap)):
+        for worker, x in enumerate(of_workers):
+            assert found[worker][step] == pytest.approx(x, rel=1e-9, abs=1e-9), (step, worker)
+    assert all(report[-2:] == found[0][-2:] for report in found), "one center, which all have at the end"
+
+
+@pytest.mark.parametrize(("name", "overlap", "size"), covering(ELASTIC, OVERLAPS, (2, 3, 1)))
+def test_elastic_averaging_goes_where_it_goes_without_overlap(name: str, overlap: int | str, size: int) -> None:
     """To the bit: threads sum in the order of ranks."""
-    blocking = run_ranks(size, lambda communicator: train(communicator, name, 0))
-    for overlap in OVERLAPS:
-        found = run_ranks(size, lambda communicator, d=overlap: train(communicator, name, d))  # type: ignore[misc]
-        assert found == blocking, overlap
+    assert trained(size, name, overlap) == trained(size, name, 0)
 
 
 def test_numbers_worked_out_by_hand() -> None:
@@ -122,15 +128,10 @@ def test_numbers_worked_out_by_hand() -> None:
     assert second == pytest.approx([-0.1, -0.19, -0.271, 0.0055375, -0.09501625, -0.185514625, 0.065472642], abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_looking_changes_nothing(name: str) -> None:
+@pytest.mark.parametrize(("name", "overlap"), covering(ALGORITHMS, (1, "period"), together=1))
+def test_looking_changes_nothing(name: str, overlap: int | str) -> None:
     """Centers, distances and states are read after every step."""
-    for overlap in (1, "period"):
-        plain, looked = (
-            run_ranks(2, lambda communicator, d=overlap, see=look: train(communicator, name, d, look=see))  # type: ignore[misc]
-            for look in (False, True)
-        )
-        assert looked == plain
+    assert trained(2, name, overlap, look=True) == trained(2, name, overlap)
 
 
 def test_replicas_are_not_kept_while_messages_travel() -> None:
@@ -161,24 +162,23 @@ def test_what_is_under_way_is_saved_and_resumed(name: str) -> None:
         def step(optimizer: PeriodicOptimizer, arrays: list[Any], number: int) -> None:
             optimizer.step([0.3 * (array - 1 - rank - 0.1 * number) for array in arrays])
 
-        for saved_at in range(3, 3 + 2 * PERIOD):
-            arrays = random_arrays(rank)[3:5]
-            optimizer = make(arrays, SGD(oracle.RATE))
-            for number in range(saved_at):
-                step(optimizer, arrays, number)
-            others = [array.copy() for array in arrays]
-            state = optimizer.synchronizer.state_dict()
+        arrays, saved, trajectory = random_arrays(rank)[3:5], {}, {}
+        optimizer, end = make(arrays, SGD(oracle.RATE)), 3 + 2 * PERIOD + 2
+        for number in range(end):
+            step(optimizer, arrays, number)
+            trajectory[number] = [array.tobytes() for array in arrays]
+            if 3 <= number + 1 < 3 + 2 * PERIOD:
+                saved[number + 1] = optimizer.synchronizer.state_dict(), [array.copy() for array in arrays]
+        optimizer.synchronizer.finalize()
+        for saved_at, (state, others) in saved.items():
             again = make([np.zeros_like(array) for array in arrays], SGD(oracle.RATE))
             values = again.synchronizer.replica.arrays  # type: ignore[attr-defined]
             again.synchronizer.load_state_dict(state)
             for value, other in zip(values, others, strict=True):
                 value[...] = other
-            for number in range(saved_at, saved_at + 5):
-                step(optimizer, arrays, number)
+            for number in range(saved_at, end):
                 step(again, values, number)
-                for value, array in zip(values, arrays, strict=True):
-                    assert value.tobytes() == array.tobytes(), (saved_at, number)
-            optimizer.synchronizer.finalize()
+                assert [value.tobytes() for value in values] == trajectory[number], (saved_at, number)
             again.synchronizer.finalize()
 
     run_ranks(2, run)
@@ -286,17 +286,20 @@ def fall(communicator: Communicator, name: str, overlap: int | str, look_on: tup
         return list(x.tolist())
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_center_moves_by_the_rates_of_the_step_at_which_the_exchange_began(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "overlap", "more"), covering(ALGORITHMS, (2, "period"), (0, 3), together=1, always=[("average", 2, 3)])
+)
+def test_the_center_moves_by_the_rates_of_the_step_at_which_the_exchange_began(
+    name: str, overlap: int | str, more: int
+) -> None:
     """Whoever looks, and whoever ends, in mid-flight."""
-    for overlap, more in ((2, 0), (2, 3), ("period", 0), ("period", 3)):
 
-        def centers(look: tuple[int, ...], overlap: Any = overlap, more: int = more) -> list[list[Any]]:
-            return run_ranks(2, lambda ranks: fall(ranks, name, overlap, look, 7 - more + 2 * more * ranks.rank))
+    def centers(look: tuple[int, ...]) -> list[list[Any]]:
+        return run_ranks(2, lambda ranks: fall(ranks, name, overlap, look, 7 - more + 2 * more * ranks.rank))
 
-        found = centers(())
-        assert found[0] == found[1]
-        assert centers((0,)) == centers((0, 1)) == found
+    found = centers(())
+    assert found[0] == found[1]
+    assert centers((0,)) == centers((0, 1)) == found
 
 
 def test_the_end_is_the_center_to_the_bit() -> None:

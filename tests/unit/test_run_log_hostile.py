@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvd_periodic.cli.main import main
+from tests.parallel.tiers import thorough
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -74,12 +75,23 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return code, out, error
 
 
+PLACES = [
+    (number, name)
+    for event, number in (("began", 0), ("exchanged", 2), ("ended", 3))
+    for name in ("event", "unknown", *EVENTS[event])
+]
+"""In the beginning, the second exchange and the end."""
+
+
+@pytest.mark.parametrize("every_run", [True, thorough(False)])
 @pytest.mark.parametrize("value", VALUES, ids=lambda text: text[:12])
-def test_values_of_all_kinds_everywhere(value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In each place of the second exchange, or of the beginning or end, of one rank; the first one is still told."""
-    for event, number in (("began", 0), ("exchanged", 2), ("ended", 3)):
-        for name in ("event", "unknown", *EVENTS[event]):
-            write(tmp_path, 0, {})
+def test_values_of_all_kinds_everywhere(
+    value: str, every_run: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In each place of one rank, of which every run has some for each value; the first rank is still told."""
+    write(tmp_path, 0, {})
+    for i, (number, name) in enumerate(PLACES):
+        if every_run == ((i + VALUES.index(value)) % 5 == 0):
             write(tmp_path, 1, {number: {name: value}})
             code, out, _ = run(capsys, "report", "--json", str(tmp_path))
             if number and name not in ("optimizer", "name"):

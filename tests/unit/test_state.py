@@ -11,6 +11,7 @@ import pytest
 
 from hvd_periodic import AGN, EASGD, Algorithm, Averaging, Communicator, Every, LocalCommunicator, PostLocal, Schedule
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
+from tests.covering import covering
 from tests.helpers import Array, NumpyTrainer, errors, random_arrays, run_ranks
 
 ALGORITHMS = [EASGD(), EASGD(0.2), EASGD(0.2, rho=0.3), EASGD(beta=0.5), Averaging(), AGN(), AGN("average")]
@@ -40,8 +41,9 @@ def result(trainer: NumpyTrainer) -> list[bytes]:
     return [array.tobytes() for array in (*trainer.arrays, *trainer.center())]
 
 
-@pytest.mark.parametrize("schedule", [Every(3), PostLocal(2, 3)], ids=str)
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+@pytest.mark.parametrize(
+    ("algorithm", "schedule"), covering(ALGORITHMS, (Every(3), PostLocal(2, 3)), together=1), ids=str
+)
 def test_a_restored_state_continues_bit_for_bit(algorithm: Algorithm, schedule: Schedule) -> None:
     """Save in mid-period, restore into trainers that have been elsewhere, and continue over two more exchanges."""
     saved_at, until = 4, 10
@@ -184,8 +186,7 @@ def test_a_refused_state_changes_nothing() -> None:
     assert pickle.dumps(target.synchronizer.state_dict()) == before
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
-@pytest.mark.parametrize("root", [0, 2])
+@pytest.mark.parametrize(("algorithm", "root"), covering(ALGORITHMS, (2, 0), together=1), ids=str)
 def test_broadcast_restores_the_others_from_the_root(algorithm: Algorithm, root: int) -> None:
     """A checkpoint was loaded on the root only: after broadcast() all ranks are where the root is."""
 

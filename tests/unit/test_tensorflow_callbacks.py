@@ -26,7 +26,7 @@ def make_model() -> Any:
     optimizer = hvdp.ElasticAverageOptimizer(
         keras.optimizers.SGD(0.05), model, 5, moving_rate=0.3, process_set=LocalCommunicator()
     )
-    model.compile(optimizer, loss="mse", metrics=["mae"])
+    model.compile(optimizer, loss="mse", metrics=["mae"], jit_compile=False)
     return model
 
 

@@ -13,6 +13,7 @@ from hvd_periodic import AGN, BMUF, EASGD, Averaging, Communicator, Compression,
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests import oracle
+from tests.covering import covering
 from tests.helpers import Array, errors, run_ranks
 
 PERIOD = 3
@@ -118,9 +119,7 @@ def train(communicator: Communicator, name: str, **options: Any) -> tuple[Array,
     return x, center, optimizer.synchronizer.counters
 
 
-@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(("name", "size", "center"), covering(ALGORITHMS, (1, 2, 3), ("replicated", "root", "sharded")))
 def test_a_rank_is_left_out_as_a_slow_oracle_says(name: str, size: int, center: str) -> None:
     slow = Slow(name, size)
     slow.run()
@@ -254,9 +253,9 @@ def counted(rank: int, step: int) -> float:
     return 0.0 if step == 9 else [2.0, 0.0 if step == 6 else 1.0, 5.0][rank]
 
 
-@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
-@pytest.mark.parametrize("policy", ["skip", "ignore"])
-@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize(
+    ("name", "center", "policy"), covering(MEANS, ("replicated", "root", "sharded"), ("skip", "ignore"))
+)
 def test_weights_as_a_slow_oracle_says(name: str, policy: str, center: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if policy == "ignore":
         monkeypatch.setattr("tests.unit.test_values.SPOILED", set())
