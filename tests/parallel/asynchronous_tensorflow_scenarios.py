@@ -125,8 +125,7 @@ def one_worker() -> Any:
     if hvd.size() > 1:
         raise NotApplicableError("needs one rank")
     results = {}
-    cases = [*(("agn", local) for local in LOCAL), ("easgd", "momentum"), ("easgd", "adam")]
-    cases += [("easgd_rho", "scheduled"), ("easgd_rho", "scaled")]
+    cases = [*(("agn", local) for local in LOCAL), ("easgd", "momentum"), ("easgd_rho", "scaled")]
     for i, (name, local) in enumerate(cases):
         loop, compiled = loop_of(i)
         trajectories = []

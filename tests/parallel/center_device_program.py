@@ -1,4 +1,4 @@
-"""Trains on a device with its center beside it, and in host memory: ``... FOLDER``."""
+"""Trains on a device with its center beside it, and in host memory: ``... FOLDER NUMBER``."""
 
 from __future__ import annotations
 
@@ -116,12 +116,12 @@ def mixed() -> str:
     return ""
 
 
-def main(folder: Path) -> None:
-    """Train with every third option, others of them for the next algorithm."""
+def main(folder: Path, number: int) -> None:
+    """Train each algorithm with one of so many options, others of them for the next algorithm."""
     second_device.register()
     ways: dict[str, Any] = {}
     for i, algorithm in enumerate(ALGORITHMS):
-        for name in list(OPTIONS)[i % 3 :: 3]:
+        for name in list(OPTIONS)[i % number :: number]:
             ways[f"{algorithm}, {name}"] = [
                 run_ranks(2, lambda rank, a=algorithm, n=name, w=where, t=then: work(rank, a, OPTIONS[n], w, t))
                 for where, then in ((None, None), ("cpu", "cpu"), ("cpu", None))
@@ -132,4 +132,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

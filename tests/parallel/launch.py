@@ -6,10 +6,9 @@ Jobs whose framework is named share its imports: their ranks are forked from pro
 
 from __future__ import annotations
 
-import atexit
+import fcntl
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,13 +28,13 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 
 WARM = str(Path(__file__).with_name("warm.py"))
-
-OF_TORCH = ("horovod.torch", "hvd_periodic.torch", "torch._dynamo", "tests.oracle", "tests.helpers")
+CLIENT = [sys.executable, "-S", WARM]
 
 MODULES = {
-    "torch": OF_TORCH,
     "torch alone": ("torch", "torch._dynamo", "torch.distributed.run", "tests.oracle"),
-    "trainers": (*OF_TORCH, "lightning.pytorch", "transformers.trainer", "accelerate", "ignite.engine"),
+    "torch": ("horovod.torch", "hvd_periodic.torch", "tests.helpers"),
+    "trainers alone": ("accelerate", "transformers.trainer", "lightning.pytorch", "ignite.engine"),
+    "trainers": ("horovod.torch", "hvd_periodic.torch", "tests.helpers"),
     "tensorflow": (
         *("horovod.tensorflow", "hvd_periodic.tensorflow", "hvd_periodic.tensorflow.contrib_opt"),
         *("keras", "tensorflow.compat.v1", "horovod.runner.launch", "tests.oracle", "tests.helpers"),
@@ -43,8 +42,11 @@ MODULES = {
 }
 """What the ranks of a framework share; nothing of it may start a thread, or MPI. For trainers, see ``beside.py``.
 
-``torch alone``: under torchrun, where scenarios have no Horovod.
+``alone``: under torchrun, where scenarios have no Horovod.
 """
+
+BEYOND = {"torch": "torch alone", "trainers alone": "torch alone", "trainers": "trainers alone"}
+"""What has the modules of another, and more: its processes are forked from those of the other."""
 
 OF_EXAMPLES = ("matplotlib.pyplot", "rich", "sklearn.datasets", "sklearn.model_selection", "tqdm")
 """What examples import besides, where it is installed."""
@@ -64,6 +66,9 @@ LAUNCHERS = {
 NUMBER = {"torchrun": "--nproc-per-node", "accelerate launch": "--num_processes"}
 """How launchers that start Python themselves are told the number of ranks."""
 
+NO_PYTHON = {"torchrun": "--no-python", "accelerate launch": "--no_python"}
+"""How those are told that the command is a program."""
+
 
 def environment() -> dict[str, str]:
     """Return the environment of a fresh shell: without what an MPI in this very process may have left."""
@@ -81,33 +86,59 @@ def environment() -> dict[str, str]:
 
 
 @cache
-def _servers(framework: str) -> tuple[str, list[subprocess.Popen[str]]]:
-    """Start the processes that become ranks; they end with this one."""
-    folder = tempfile.mkdtemp(prefix="hvd_periodic")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    prefix = f"{folder}/{framework}"
+def _shared_folder() -> tuple[Path, int]:
+    """Return a folder for this run of pytest, whose workers share it, and the process that lives as long as the run."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return Path(tempfile.mkdtemp(prefix="hvd_periodic_")), os.getpid()
+    return Path(tempfile.gettempdir(), f"hvd_periodic_{run}"), os.getppid()
+
+
+@cache
+def _servers(framework: str) -> str:
+    """Start the processes that become ranks, unless another worker has; they end with the run."""
+    shared, owner = _shared_folder()
+    folder = shared / framework.replace(" ", "_")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "0").exists():
+            _start_servers(framework, f"{folder}/", owner)
+    finally:
+        os.close(lock)
+    return f"{folder}/"
+
+
+def _start_servers(framework: str, prefix: str, owner: int) -> None:
     modules = [*MODULES[framework], *(name for name in OF_EXAMPLES if find_spec(name.partition(".")[0]) is not None)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, WARM, "server", f"{prefix}{number}", *modules],
+    before = BEYOND.get(framework)
+    processes = []
+    for number in range(SERVERS):
+        words = [sys.executable] if before is None else [*CLIENT, "on", f"{_servers(before)}{number}"]
+        process = subprocess.Popen(
+            [*words, WARM, "server", f"{prefix}{number}", str(owner), *modules],
             env=environment(),
             cwd=ROOT,
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
             process_group=0,
         )
-        for number in range(SERVERS)
-    ]
+        processes.append(process)
+        _STARTED.append(process)
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n", f"Imports of {framework}: the reason is above"
-    return prefix, processes
+
+
+_STARTED: list[subprocess.Popen[str]] = []
+"""What is not waited for: it ends after this process."""
 
 
 def python(framework: str | None) -> list[str]:
     """Return the words before a Python command: a new interpreter, or one that has imported a framework."""
-    return [sys.executable] if framework is None else [sys.executable, "-S", WARM, "client", _servers(framework)[0]]
+    return [sys.executable] if framework is None else [*CLIENT, "client", _servers(framework)]
 
 
 def _words(launcher: str) -> list[str]:
@@ -143,12 +174,12 @@ def run(
         AssertionError: the job ran out of time; with its output.
     """
     words = _words(launcher)
-    if launcher == "torchrun" and framework == "torch":
-        shared = python("torch alone")
-        words = [*shared, *words[1:], "--no-python", NUMBER[launcher], str(ranks), *shared, *command]
-        return _run(words, timeout_seconds)
     if launcher in NUMBER:
-        return _run([*words, NUMBER[launcher], str(ranks), *command], timeout_seconds)
+        words = [*words, NUMBER[launcher], str(ranks)]
+        if framework is None:
+            return _run([*words, *command], timeout_seconds)
+        shared = python(f"{framework} alone")
+        return _run([*shared, *words[1:], NO_PYTHON[launcher], *shared, *command], timeout_seconds)
     numbers = ["-np", str(ranks)] if words else []
     return _run([*words, *numbers, *python(framework), *command], timeout_seconds)
 

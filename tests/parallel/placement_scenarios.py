@@ -170,7 +170,7 @@ class Program(ABC):
     def places(self, case: str, loop: str) -> list[tuple[str, str]]:
         """Return placements elsewhere, each with the replicated one that it is compared to."""
         named = [("root", "replicated"), ("sharded", "replicated")]
-        if len(self.loops) > 1 and case not in SOME_CASES:  # Graphs take long: one place each.
+        if case not in SOME_CASES:  # One place each.
             named = [named[CASES.index(case) % 2]]
         more = [("root, root 1", "replicated, root 1"), ("sharded, root 1", "replicated, root 1")]
         return named + (more if case in FROM_ROOT_1 and loop == self.loops[-1] else [])
@@ -236,7 +236,7 @@ class Program(ABC):
         for case in SOME_CASES:
             for place in ("root", "sharded", "sharded, root 1" if case == "average" else "root, root 1"):
                 ways = [("all", 5), ("root", 4)]
-                for way, steps in ways if len(self.loops) == 1 else [ways[len(results) % 2]]:
+                for way, steps in [ways[len(results) % 2]]:
                     trainer, resumed = self.trainer(case, place), self.trainer(case, place)
                     trainer.train(self.rank, range(steps))
                     values, saved = trainer.values(), trainer.save()

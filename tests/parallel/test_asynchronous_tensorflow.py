@@ -95,7 +95,7 @@ def simulate(name: str, size: int, order: list[int]) -> tuple[list[list[float]],
 
 def test_one_worker_is_as_in_synchronous_exchange(ranks: list[dict[str, Any]]) -> None:
     (found,) = column(ranks, "one_worker")
-    assert len(found) == 9
+    assert len(found) == 7
     for case, (synchronous, asynchronous) in found.items():
         for expected, values in zip(synchronous, asynchronous, strict=True):
             assert values == pytest.approx(expected, rel=1e-6 if case.startswith("agn") else 1e-12), case

@@ -128,7 +128,7 @@ def test_placement() -> None:
         assert held[f"{kind}, sharded"] == "0.01/0.01"
 
 
-@pytest.mark.parametrize("transport", ["window", "service", "none"])
+@pytest.mark.parametrize("transport", ["window", thorough("service"), "none"])
 def test_slow_worker(transport: str) -> None:
     options = ["--transport", transport, "--seconds", "0.1", "--turns", "1", "--width", "16"]
     output = start("mpirun", 2, ["-m", "tests.benchmarks.slow_worker", *options], 90, "torch")

@@ -17,7 +17,6 @@ pytest.importorskip("horovod.torch")
 pytestmark = pytest.mark.timeout(150)
 
 JOBS = [
-    thorough(("mpirun", [[0, 1], [2, 3]])),
     ("mpirun", [[0, 3], [1, 2]]),
     thorough(("mpirun", [[0, 1], [2, 3], [4, 5]])),
     thorough(("mpirun", [[0, 2, 4], [1, 3]])),

@@ -12,9 +12,11 @@ from tests.parallel.tiers import thorough
 
 NEEDED = {"numpy": "numpy", "torch": "horovod.torch", "keras": "horovod.tensorflow", "contrib": "horovod.tensorflow"}
 
+IN_EVERY_RUN = {"numpy": (1, 2), "torch": (2,)}
+"""Numbers of ranks; of other front ends one."""
 
 JOBS = [
-    (front_end, size) if front_end == "numpy" or size == {"torch": 2}.get(front_end, 1) else thorough(front_end, size)
+    (front_end, size) if size in IN_EVERY_RUN.get(front_end, (1,)) else thorough(front_end, size)
     for front_end in jobs.FRONT_ENDS
     for size in jobs.SIZES
 ]

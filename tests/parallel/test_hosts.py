@@ -136,7 +136,7 @@ def test_two_hosts(launcher: str, slots: list[int], as_file: bool, hosts: list[s
         assert report["variable"] == "a b"
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "mpich", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", ["mpirun", "mpich", thorough("horovodrun --gloo")])
 def test_what_launchers_write_themselves(launcher: str, hosts: list[str], tmp_path: Path) -> None:
     """Their own hostfiles, without the scripts."""
     require(launcher)

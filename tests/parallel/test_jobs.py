@@ -20,6 +20,9 @@ for module in ("horovod.torch", "sklearn", "matplotlib", "rich", "tqdm"):
     pytest.importorskip(module)
 
 EXAMPLE = "examples/torch_digits.py"
+EPOCHS = ["--epochs", "10"]
+"""Enough for the accuracy that all reach."""
+
 PERIODIC = ("easgd", "average", "agn", "diloco", "slowmo", "bmuf")
 
 pytestmark = pytest.mark.timeout(180)
@@ -29,7 +32,8 @@ pytestmark = pytest.mark.timeout(180)
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two workers train with every algorithm, in one job."""
     folder = tmp_path_factory.mktemp("results")
-    start("mpirun", 2, [EXAMPLE, "--algorithm", "all", "--output", str(folder), "--no-progress"], 120, "torch")
+    words = ["--algorithm", "all", *EPOCHS, "--output", str(folder), "--no-progress"]
+    start("mpirun", 2, [EXAMPLE, *words], 120, "torch")
     return folder
 
 
@@ -46,14 +50,15 @@ def test_centers_reach_the_accuracy_of_ordinary_training(results: Path) -> None:
         assert run["bytes_sent"] * 9 < runs["allreduce"]["bytes_sent"]
     for run in runs.values():
         assert len(run["losses"]) == len(run["distances"]) == len(run["worker_accuracy"]) == 2
-        assert len(run["course"]) == 30
+        assert len(run["course"]) == 10
         assert run["losses"][0] != run["losses"][1], "shards differ"
         picture = (results / f"{run['algorithm']}.png").read_bytes()
         assert picture.startswith(b"\x89PNG")
 
 
 def test_torch_distributed_trains_to_the_same_bit(results: Path, tmp_path: Path) -> None:
-    command = ["bash", "run_scripts/local_torchrun.sh", "2", EXAMPLE, "--output", str(tmp_path), "--no-progress"]
+    words = [EXAMPLE, *EPOCHS, "--output", str(tmp_path), "--no-progress"]
+    command = ["bash", "run_scripts/local_torchrun.sh", "2", *words]
     done = subprocess.run(
         command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE * 120, check=False
     )
@@ -78,7 +83,7 @@ def test_accuracies_in_tensorflow_agree_with_those_in_torch(
     loop: str, algorithm: str, results: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("horovod.tensorflow")
-    command = ["examples/tensorflow_digits.py", "--algorithm", algorithm, "--loop", loop]
+    command = ["examples/tensorflow_digits.py", "--algorithm", algorithm, "--loop", loop, *EPOCHS]
     start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 120, "tensorflow")
     run, other = (json.loads((folder / f"{algorithm}.json").read_text()) for folder in (tmp_path, results))
     assert run["center_accuracy"] == pytest.approx(other["center_accuracy"], abs=0.02)
@@ -122,7 +127,7 @@ def test_exchanges_that_travel_compressed(
     algorithm: str, overlap: str, compression: str, parts: float, results: Path, tmp_path: Path
 ) -> None:
     """The center is as good, for a part of the bytes."""
-    command = [EXAMPLE, "--algorithm", algorithm, "--overlap", overlap, "--compression", compression]
+    command = [EXAMPLE, "--algorithm", algorithm, "--overlap", overlap, "--compression", compression, *EPOCHS]
     start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 60, "torch")
     run, other = (json.loads((folder / f"{algorithm}.json").read_text()) for folder in (tmp_path, results))
     assert run["center_accuracy"] == pytest.approx(other["center_accuracy"], abs=0.03)
@@ -133,7 +138,7 @@ def test_exchanges_that_travel_compressed(
 @pytest.mark.parametrize(("algorithm", "overlap"), [("diloco", "1"), thorough("agn", "0")])
 def test_exchanges_of_fragments(algorithm: str, overlap: str, results: Path, tmp_path: Path) -> None:
     """The center is as good, by the same bytes in four times as many exchanges."""
-    command = [EXAMPLE, "--algorithm", algorithm, "--fragments", "4", "--overlap", overlap]
+    command = [EXAMPLE, "--algorithm", algorithm, "--fragments", "4", "--overlap", overlap, *EPOCHS]
     start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 60, "torch")
     run, other = (json.loads((folder / f"{algorithm}.json").read_text()) for folder in (tmp_path, results))
     assert run["center_accuracy"] == pytest.approx(other["center_accuracy"], abs=0.03)
@@ -189,7 +194,7 @@ def test_schedules_that_look_at_the_training(example: str, schedule: str, state:
     assert run["center_accuracy"] >= 0.85
 
 
-@pytest.mark.parametrize(("algorithm", "transport"), [("easgd", "window"), ("agn", "service")])
+@pytest.mark.parametrize(("algorithm", "transport"), [("easgd", "window"), thorough("agn", "service")])
 def test_asynchronous_workers_learn(
     algorithm: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +209,7 @@ def test_asynchronous_workers_learn(
 
 @pytest.mark.parametrize(("algorithm", "center"), [thorough("easgd", "sharded"), ("agn", "root")])
 def test_where_the_center_lives_changes_nothing(algorithm: str, center: str, results: Path, tmp_path: Path) -> None:
-    command = [EXAMPLE, "--algorithm", algorithm, "--center", center]
+    command = [EXAMPLE, "--algorithm", algorithm, "--center", center, *EPOCHS]
     start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 120, "torch")
     run, other = (json.loads((folder / f"{algorithm}.json").read_text()) for folder in (tmp_path, results))
     for key in ("losses", "distances", "worker_accuracy", "center_accuracy"):
@@ -225,7 +230,7 @@ def test_a_run_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
 
 def test_comparison(results: Path) -> None:
     output = start("python", 1, [EXAMPLE, "--compare", str(results)], 60, "torch")
-    for word in ("allreduce", *PERIODIC, "accuracy of the center", "after 66 exchanges", "seconds in exchanges"):
+    for word in ("allreduce", *PERIODIC, "accuracy of the center", "after 22 exchanges", "seconds in exchanges"):
         assert word in output
     assert (results / "comparison.png").read_bytes().startswith(b"\x89PNG")
 

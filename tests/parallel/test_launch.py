@@ -109,7 +109,7 @@ def test_a_module_that_starts_threads_cannot_be_shared(tmp_path: Path) -> None:
     (tmp_path / "threads.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
-    words = [sys.executable, launch.WARM, "server", str(tmp_path / "socket"), "threads"]
+    words = [sys.executable, launch.WARM, "server", str(tmp_path / "socket"), str(os.getpid()), "threads"]
     env = launch.environment() | {"PYTHONPATH": str(tmp_path)}
     process = subprocess.run(words, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert process.returncode == 1

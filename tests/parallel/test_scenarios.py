@@ -29,11 +29,11 @@ JOBS = [
     ("python", 1, *OF_SIZE),
     ("horovodrun --gloo", 2, *OF_SIZE),
     ("torchrun", 2, *OF_SIZE),
-    *(thorough(("mpirun", size)) for size in (1, 3)),
+    thorough(("mpirun", 3)),
     thorough(("python", 1)),
-    *(thorough(("horovodrun --gloo", size)) for size in (2, 3)),
+    thorough(("horovodrun --gloo", 3)),
     thorough(("horovodrun --mpi", 2)),
-    *(thorough(("torchrun", size)) for size in (2, 3)),
+    thorough(("torchrun", 3)),
 ]
 """Launcher, ranks, and the scenarios of the job; default: all."""
 

@@ -18,6 +18,7 @@ import pytest
 from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, environment, python, start
 from tests.parallel.slurm import NoSlurmError, slurm
+from tests.parallel.tiers import thorough
 from tests.parallel.waiting_digits import EPOCH
 
 pytest.importorskip("horovod.torch")
@@ -190,7 +191,10 @@ def test_ranks_that_slurm_starts_without_pmi_fail(cluster: dict[str, str]) -> No
     assert "srun" in finished.stderr
 
 
-@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"])
+@pytest.mark.parametrize(
+    "variable",
+    ["SLURM_STEP_NUM_TASKS", *(thorough(name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"))],
+)
 def test_one_of_several_processes_that_takes_itself_for_all_is_told(variable: str, tmp_path: Path) -> None:
     """Where MPI does not notice; this needs no Slurm."""
     told = {**environment(), variable: "2"}

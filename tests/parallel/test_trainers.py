@@ -6,13 +6,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.parallel.beside import MADE_BY, trainers, with_trainers  # noqa: F401
-from tests.parallel.launch import ROOT, run, start
+from tests.parallel.launch import ROOT, environment, python, run, start
 from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
@@ -41,8 +40,8 @@ def test_an_example_learns(name: str, launcher: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["huggingface", thorough("lightning")])
 def test_an_example_explains_itself(name: str, tmp_path: Path) -> None:
     """--help is not the name of a folder, and nothing is trained."""
-    words = [sys.executable, str(ROOT / f"examples/{name}_digits.py"), "--help"]
-    shown = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    words = [*python("trainers"), str(ROOT / f"examples/{name}_digits.py"), "--help"]
+    shown = subprocess.run(words, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert shown.returncode == 0, shown.stderr
     assert "folder for checkpoints" in shown.stdout
     assert not list(tmp_path.iterdir())
@@ -66,9 +65,13 @@ RECIPES = [
     ("accelerate", "mpirun"),
     *(
         thorough(name, launcher)
-        for launcher in ("python", "torchrun", "mpirun", "horovodrun --mpi", "horovodrun --gloo")
-        for name in ("Lightning", "transformers' Trainer", "accelerate", "Ignite")
-        if (name, launcher) != ("accelerate", "mpirun") and (name == "Ignite" or launcher != "horovodrun --gloo")
+        for name, launchers in {
+            "Lightning": ("python", "torchrun", "horovodrun --mpi"),
+            "transformers' Trainer": ("torchrun", "mpirun"),
+            "accelerate": ("python", "torchrun"),
+            "Ignite": ("horovodrun --gloo", "mpirun", "torchrun"),
+        }.items()
+        for launcher in launchers
     ),
 ]
 

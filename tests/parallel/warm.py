@@ -5,7 +5,8 @@ a server. The server forks itself: the child is the rank, in a state as after it
 others from then on. The client ends as the rank ends, and the rank ends with the client.
 
 There are two servers, at ``SOCKET0`` and ``SOCKET1``, for even and odd ranks: the hashes of their strings, and so the
-order in their sets, differ, as between processes that start by themselves.
+order in their sets, differ, as between processes that start by themselves. A command may be a server that imports more
+(``warm.py on SOCKET0 warm.py server ...``). Servers end with the process that they were started for.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 Command = dict[str, Any]
 
@@ -29,14 +30,18 @@ SERVERS = 2
 _LENGTH = 8
 
 
-def client(prefix: str, arguments: list[str]) -> int:
-    """Have the command run, in this process's place; return its exit status as ``waitpid`` gives it."""
+def number_of_rank() -> int:
+    """Return the number of the server for this process, which a launcher has started."""
     known = (os.environ.get(name) for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK", "RANK"))
-    rank = next(filter(None, known), "0")
+    return int(next(filter(None, known), "0")) % SERVERS
+
+
+def client(path: str, arguments: list[str]) -> int:
+    """Have the command run, in this process's place; return its exit status as ``waitpid`` gives it."""
     command = {"arguments": arguments, "environment": dict(os.environ), "folder": str(Path.cwd())}
     message = json.dumps(command).encode()
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(f"{prefix}{int(rank) % SERVERS}")
+        connection.connect(path)
         socket.send_fds(connection, [len(message).to_bytes(_LENGTH, "big")], [0, 1, 2])
         connection.sendall(message)
         return int.from_bytes(_receive(connection, _LENGTH), "big")
@@ -52,21 +57,23 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     return bytes(received)
 
 
-def serve(path: str) -> Command:
-    """Fork a child for each command; return the command in the child. Ends when the standard input does."""
+def serve(path: str, owner: int) -> Command:
+    """Fork a child for each command; return the command in the child. Ends when the owner, a process, does."""
+    lives = os.pidfd_open(owner)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(128)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         print("ready", flush=True)
         while True:
-            ready, _, _ = select.select([listener.fileno(), 0], [], [])
-            if 0 in ready:
-                os._exit(0)
+            ready, _, _ = select.select([listener.fileno(), lives], [], [])
+            if lives in ready:
+                _leave(Path(path))
             connection, _ = listener.accept()
             if os.fork() == 0:
                 break
             connection.close()
+    os.close(lives)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with connection:
         size, streams, _, _ = socket.recv_fds(connection, _LENGTH, 3)
@@ -80,6 +87,15 @@ def serve(path: str) -> Command:
         os.dup2(stream, number)
         os.close(stream)
     return command
+
+
+def _leave(path: Path) -> NoReturn:
+    """End a server, and leave nothing: the last of a folder removes it."""
+    with suppress(OSError):
+        path.unlink()
+        path.parent.rmdir()
+        path.parent.parent.rmdir()
+    os._exit(0)
 
 
 def _supervise(child: int, connection: socket.socket, streams: list[int]) -> None:
@@ -107,6 +123,8 @@ def become(command: Command) -> None:
     os.chdir(command["folder"])
     os.environ.clear()
     os.environ.update(command["environment"])
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in added if folder and folder not in sys.path]
     np.random.seed()  # As Python's own generator; others would have the same numbers otherwise.
     option, *arguments = command["arguments"]
     if option == "-m":
@@ -124,9 +142,16 @@ def become(command: Command) -> None:
 
 
 def main(role: str, path: str, arguments: Sequence[str]) -> None:
-    """Be a client, or a server that has imported these modules; in the children of a server, run a command."""
-    if role == "client":
-        code = os.waitstatus_to_exitcode(client(path, list(arguments)))
+    """Be a client, or a server that has imported these modules; in the children of a server, run a command.
+
+    Args:
+        role: ``"client"`` of the server of this rank; ``"on"`` this very server; or ``"server"``.
+        path: of the socket, for a client without the number.
+        arguments: the command; of a server its owner, and the modules.
+    """
+    if role != "server":
+        where = path if role == "on" else f"{path}{number_of_rank()}"
+        code = os.waitstatus_to_exitcode(client(where, list(arguments)))
         if code < 0:
             with suppress(OSError):  # SIGKILL has no handler.
                 signal.signal(-code, signal.SIG_DFL)
@@ -134,13 +159,14 @@ def main(role: str, path: str, arguments: Sequence[str]) -> None:
         sys.exit(code)
     import importlib
 
-    for module in arguments:
+    owner, *modules = arguments
+    for module in modules:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # What is there now stays: the ranks need not look at it again.
     if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
-        raise SystemExit(f"A process with several threads cannot be forked: one of {arguments} starts some")
-    become(serve(path))
+        raise SystemExit(f"A process with several threads cannot be forked: one of {modules} starts some")
+    become(serve(path, int(owner)))
 
 
 if __name__ == "__main__":
