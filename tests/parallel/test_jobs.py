@@ -173,7 +173,7 @@ def test_schedules_of_the_clock(schedule: str, state: str, expected: list[int], 
     ("example", "schedule", "state"),
     [
         ("torch", "adacomm", "average"),
-        ("tensorflow", "qsr", "reset"),
+        thorough("tensorflow", "qsr", "reset"),
         thorough("torch", "qsr", "local"),
         thorough("tensorflow", "adacomm", "average"),
         thorough("torch", "seconds", "local"),
@@ -201,6 +201,7 @@ def test_asynchronous_workers_learn(
 ) -> None:
     monkeypatch.setenv("HVD_PERIODIC_TRANSPORT", transport)
     command = [EXAMPLE, "--algorithm", algorithm, "--asynchronous", "--period", "10", "--moving-rate", "0.3"]
+    command += ["--epochs", "20"]
     start("mpirun", 3, [*command, "--output", str(tmp_path), "--no-progress"], 120, "torch")
     run = json.loads((tmp_path / f"{algorithm}.json").read_text())
     assert run["center_accuracy"] >= 0.95
