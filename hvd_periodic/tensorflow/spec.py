@@ -97,12 +97,9 @@ class OptimizerSpec:
         ``outer_optimizer`` is the key of the optimizer that moves the center.
         """
         config: dict[str, Any] = {key: value for key, value in self.options.items() if key not in RANKS}
-        if isinstance(self.options["optimizer_state"], LocalState):
-            config["optimizer_state"] = encode(self.options["optimizer_state"])
-        if callable(self.options["weight"]):
-            config["weight"] = encode(self.options["weight"])
-        if callable(self.options["buffers"]):
-            config["buffers"] = encode(self.options["buffers"])
+        for key in ("optimizer_state", "weight", "buffers"):
+            if callable(config[key]) or isinstance(config[key], LocalState):
+                config[key] = encode(config[key])
         config["compression"] = encode(as_wire(self.options["compression"]))
         config["optimizer"] = keras.saving.serialize_keras_object(self.optimizer)
         if self.center is not None and not self.center.copied:

@@ -113,14 +113,14 @@ def test_what_each_rank_holds(center: str) -> None:
 
 
 def loads() -> list[Any]:
-    """Return algorithms, places, and whether the root alone loads; every run has half of them.
+    """Return algorithms, places, and whether the root alone loads; every run has each pair of places and loads.
 
     Of the replicated center it has two: ``test_algorithms`` has the others.
     """
     found = []
     for (i, cls), (j, center), alone in itertools.product(enumerate(SUMS), enumerate(PLACEMENTS), (False, True)):
         who = "the root loads and broadcasts" if alone else "every rank loads"
-        chosen = (i + j + alone) % 2 == 0 and (center in ELSEWHERE or i < 2)
+        chosen = alone == (i // 2 % 2 == 0) and (i + j) % 2 == 0 if center in ELSEWHERE else i == alone
         marks = [] if chosen else [pytest.mark.thorough]
         found.append(pytest.param(cls, center, alone, id=f"{cls.__name__}-{center}-{who}", marks=marks))
     return found

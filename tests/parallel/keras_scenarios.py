@@ -222,7 +222,7 @@ def batches(seed: int, steps: int) -> list[Any]:
 def centers_and_buffers() -> Any:
     """Batch normalization, dropout and Adam, other data on each rank; bits after every exchange."""
     results = {}
-    for name in ("easgd_rho", "average", "post_local", "agn"):
+    for name in ("easgd_rho", "post_local", "agn"):
         keras.utils.set_random_seed(hvd.rank())
         model = network()
         optimizer = OPTIMIZERS[name](keras.optimizers.Adam(0.01), model)

@@ -15,6 +15,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +28,9 @@ from tests.parallel.program import Scenarios, attempt
 
 BUCKET_BYTES = 40
 """Ten elements of float32 or five of float64: the last bucket of the latter has fewer elements than there are ranks."""
+
+BUCKET_BYTES_OF_NETWORKS = 400
+"""Also several."""
 
 BUCKET_BYTES_IN_GRAPHS = 80
 """Fewer of them: tracing takes its time."""
@@ -308,11 +312,11 @@ def torch_program() -> Program:
         def __init__(self, *arguments: Any, bucket_bytes: int = BUCKET_BYTES, **options: Any) -> None:
             super().__init__(*arguments[:2], bucket_bytes, **options)
 
-    def wrap(case: str, place: str, parameters: list[Any], model: Any) -> Any:
+    def wrap(case: str, place: str, parameters: list[Any], model: Any, replica: Any = SmallBuckets) -> Any:
         kind, _, moved = case.partition("_")
         middle = (len(parameters) + 1) // 2
         groups = [{"params": parameters[:middle]}, {"params": parameters[middle:], "lr": 0.05}][: len(parameters)]
-        with patch.object(module, "TorchReplica", SmallBuckets):
+        with patch.object(module, "TorchReplica", replica):
             if kind == "agn":
                 momentum = 0.5 if moved == "momentum" else 0.0
                 adam = (lambda groups: torch.optim.Adam(groups, lr=0.05)) if moved == "adam" else None
@@ -375,7 +379,8 @@ def torch_program() -> Program:
             """Yield model and optimizer after every step."""
             torch.manual_seed(self.rank)
             model = network()
-            optimizer = wrap(case, place, list(model.parameters()), model)
+            replica = partial(SmallBuckets, bucket_bytes=BUCKET_BYTES_OF_NETWORKS)
+            optimizer = wrap(case, place, list(model.parameters()), model, replica)
             generator = torch.Generator().manual_seed(self.rank)
             for _ in range(7):
                 data = torch.randn(16, 6, generator=generator) + self.rank

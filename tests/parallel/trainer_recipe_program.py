@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -53,6 +54,9 @@ class Ready:
 
 def of_lightning(names: dict[str, Any]) -> None:
     import lightning.pytorch as pl
+
+    # Its logs are those of TensorBoard, which imports TensorFlow to write them unless it finds this module.
+    sys.modules["tensorboard.compat.notf"] = ModuleType("notf")
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:

@@ -59,7 +59,10 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 def serve(path: str, owner: int) -> Command:
     """Fork a child for each command; return the command in the child. Ends when the owner, a process, does."""
-    lives = os.pidfd_open(owner)
+    try:
+        lives = os.pidfd_open(owner)
+    except ProcessLookupError:  # It has gone in the meantime.
+        _leave(Path(path))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(128)
@@ -91,10 +94,9 @@ def serve(path: str, owner: int) -> Command:
 
 def _leave(path: Path) -> NoReturn:
     """End a server, and leave nothing: the last of a folder removes it."""
-    with suppress(OSError):
-        path.unlink()
-        path.parent.rmdir()
-        path.parent.parent.rmdir()
+    for remove in (path.unlink, path.parent.rmdir, path.parent.parent.rmdir):
+        with suppress(OSError):
+            remove()
     os._exit(0)
 
 

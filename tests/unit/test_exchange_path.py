@@ -143,4 +143,4 @@ def test_keras(exchanges: list[Trace], eager: bool) -> None:
     model.fit(np.ones((16, 3)), np.ones((16, 2)), batch_size=4, verbose=0)
     assert len(exchanges) == 2
     check_asked_once(exchanges[1])
-    exchanges[1].check(Limits(38, 145, 380))
+    exchanges[1].check(Limits(38, 143, 370))

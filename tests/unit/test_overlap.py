@@ -96,7 +96,16 @@ ELASTIC = [name for name in ALGORITHMS if name.startswith("easgd")]
 OTHERS = [name for name in ALGORITHMS if name not in ELASTIC]
 
 
-@pytest.mark.parametrize(("name", "overlap", "size"), covering(OTHERS, OVERLAPS, (2, 3, 1)))
+@pytest.mark.parametrize(
+    ("name", "overlap", "size"),
+    covering(
+        OTHERS,
+        OVERLAPS,
+        (1, 2, 3),
+        together=1,
+        always=[(name, *case) for name in OTHERS for case in ((1, 2), ("period", 3))],
+    ),
+)
 def test_no_local_progress_is_lost(name: str, overlap: int | str, size: int) -> None:
     found = trained(size, name, overlap)
     for step, of_workers in enumerate(expected(name, size, overlap)):

@@ -404,7 +404,7 @@ def test_a_rank_is_lost_in_the_first_sync(center: str, everywhere: bool, ahead: 
         return together([lambda: prepared(HERE.communicator.rank)] * 3, lambda worker: worker)
 
     left = lost_anywhere(prepare, lambda worker: worker.state.sync(), ahead, places)
-    assert len(left) > 5
+    assert len(left) > 5 // places[1]
     for workers in left:
         (zero, end), (one, other_end) = together(workers, again)
         assert ([zero, one], end) == ([expected[0], expected[everywhere]], other_end)

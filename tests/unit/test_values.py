@@ -141,16 +141,20 @@ def test_elastic_averaging_with_overlap_goes_where_it_goes_without(overlap: int 
         np.testing.assert_allclose(c, slow.c, rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["easgd", "average", "diloco", "agn-average"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"overlap": "period", "fragments": 2},
-        {"compression": Compression.int8},
-        {"compression": Compression.topk(0.5), "fragments": 2},
-        {"compression": Compression.bf16, "overlap": 1},
-        {"optimizer_state": "average"},
-    ],
+    ("name", "options"),
+    covering(
+        ("easgd", "average", "diloco", "agn-average"),
+        (
+            {"overlap": "period", "fragments": 2},
+            {"compression": Compression.int8},
+            {"compression": Compression.topk(0.5), "fragments": 2},
+            {"compression": Compression.bf16, "overlap": 1},
+            {"optimizer_state": "average"},
+        ),
+        together=1,
+        always=[("diloco", {"optimizer_state": "average"}), ("easgd", {"compression": Compression.int8})],
+    ),
     ids=str,
 )
 def test_replica_and_center_stay_finite_with_all_that_combines(name: str, options: dict[str, Any]) -> None:

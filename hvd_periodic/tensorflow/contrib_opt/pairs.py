@@ -32,7 +32,7 @@ def checked(grads_and_vars: Iterable[Any], getter: CustomGetter, without_getter:
     if not pairs:
         raise ValueError("`grads_and_vars` is empty: there are no variables to train")
     for pair in pairs:
-        if not _is_pair(pair):
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and hasattr(pair[1], "assign")):
             raise TypeError(
                 f"`grads_and_vars` must hold (gradient, variable) pairs. Received: {type(pair).__name__}, {pair!r}"
             )
@@ -55,7 +55,3 @@ def reference_of(variable: Any, getter: CustomGetter) -> Any:
             "custom_getter, or leave it out of var_list"
         )
     return variable.ref()
-
-
-def _is_pair(pair: Any) -> bool:
-    return isinstance(pair, (tuple, list)) and len(pair) == 2 and hasattr(pair[1], "assign")
