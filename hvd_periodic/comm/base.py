@@ -42,6 +42,8 @@ class Communicator(Collectives):
     """A number that the ranks of one host share."""
     handshake_name: str = "hvd_periodic.meeting"
     """Name of the handshake, shared by all optimizers of these ranks."""
+    problem: Exception | None = None
+    """The error, if any, that keeps this rank from training in this job: the handshake tells all ranks."""
     tracker: CollectiveTracker = NullTracker()
     """Tracker of this rank's collectives, which the stall monitor reads; it records nothing if ranks are not
     processes."""
@@ -108,7 +110,7 @@ class Communicator(Collectives):
 
     def address(self) -> tuple[np.ndarray | None, Exception | None]:
         """Return the address of this process's stall monitor; or the error that keeps this rank from going on."""
-        return None, None
+        return None, self.problem
 
     @property
     def namespace(self) -> Hashable:

@@ -25,11 +25,13 @@ class Collectives(ABC):
         rank: this process within the set, from 0.
         size: number of ranks in the set.
         sums: 16-bit types that collectives can sum: ``"f2"``, float16; ``"bf2"``, bfloat16.
+        native: the class of the buffers, if another front end's are to be converted: see :meth:`of_array`.
     """
 
     rank: int
     size: int
     sums: ClassVar[frozenset[str]] = frozenset()
+    native: type = np.ndarray
     piggyback_limit_bytes: int = 0
     """Largest size in bytes, over all ranks, of messages that are sent along with the handshake."""
     busy_waits: bool = False
@@ -116,6 +118,10 @@ class Collectives(ABC):
     def maximum(self, x: Any, y: Any) -> Any:
         """Return the elementwise maximum; local."""
         return x.clip(y)
+
+    def of_array(self, array: np.ndarray) -> Any:
+        """Return an array as a buffer of these collectives, which may share its memory; local."""
+        return array
 
     def check_devices(self, kinds: Iterable[str]) -> None:
         """Raise a ValueError if the collectives cannot carry tensors of a kind of device, such as ``"cuda"``."""

@@ -131,6 +131,10 @@ class HorovodCommunicator(JobCommunicator):
         options = {"splits": self._tensor(counts), "name": name, "process_set": self.process_set}
         return self._begun(self._hvd.alltoall_async(buffer, **options))
 
+    def of_array(self, array: np.ndarray) -> Any:
+        """Return a tensor in host memory."""
+        return self._tensor(array)
+
     def tile(self, buffer: Any, times: int) -> Any:
         """Return ``times`` concatenated copies of a tensor."""
         return buffer.repeat(times)

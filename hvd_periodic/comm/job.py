@@ -36,7 +36,6 @@ class JobCommunicator(Communicator):
     Attributes:
         ranks: as given.
         process_set: as given.
-        problem: the error, if any, that keeps this rank from training in this job: the handshake tells all ranks.
     """
 
     piggyback_limit_bytes = 512 * 2**10
@@ -46,7 +45,6 @@ class JobCommunicator(Communicator):
         self.process_set, self.ranks, self.handshake_name = process_set, list(ranks), handshake_name
         self.rank, self.size = self.ranks.index(rank), len(self.ranks)
         self.tracker = tracker_of(handshake_name, rank, self.ranks)
-        self.problem: Exception | None = None
 
     @property
     def constructed(self) -> int:

@@ -27,6 +27,10 @@ _WITHOUT_SIZE = ("PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID", "JSM_NAMESPACE_RANK
 """Environment variables of launchers that may give a process its rank, but not the number of processes."""
 
 
+_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+"""Environment variables of launchers of MPI, each of which sets at least one."""
+
+
 class LocalCommunicator(Communicator):
     """The communicator of a job with one process.
 
@@ -107,6 +111,16 @@ def started_several(horovodrun: bool = True) -> tuple[str, int, str] | None:
         if processes.isdigit() and int(processes) > 1:
             return launcher, int(processes), variable
     return None
+
+
+def started_by_mpi() -> bool:
+    """Return whether a launcher of MPI has started this process.
+
+    Example:
+        >>> started_by_mpi()
+        False
+    """
+    return any(variable in os.environ for variable in _OF_MPI)
 
 
 def started_alone() -> bool:

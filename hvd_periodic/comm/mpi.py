@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import numpy as np
 
@@ -46,15 +47,23 @@ class MPICommunicator(Communicator):
     """
 
     description = "MPI"
+    piggyback_limit_bytes = 512 * 2**10
 
     def __init__(self, comm: MPI.Intracomm | None = None, watched: bool = True) -> None:
         from mpi4py import MPI  # importing it starts MPI
+
+        if comm == MPI.COMM_NULL:
+            raise ValueError(
+                "`process_set` must contain this rank: construct the optimizer only on the ranks of the communicator. "
+                "Received: MPI.COMM_NULL"
+            )
 
         self._in_place, self._operations = MPI.IN_PLACE, {"sum": MPI.SUM, "max": MPI.MAX}
         self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
-        self._liveness: LivenessBarrier | None = None
+        self.host = stable_hash(socket.gethostname())
+        self._given, self._liveness = comm, cast("LivenessBarrier | None", None)
         self._watched = watched and self.size > 1
         if self._watched:
             ranks = tuple(_in_the_job(self._comm))
@@ -62,10 +71,37 @@ class MPICommunicator(Communicator):
             name = f"hvd_periodic.mpi.{stable_hash(str(ranks))}.{_watched[ranks]}"
             self.tracker = tracker_of(name, ranks[self.rank], ranks)
 
+    @classmethod
+    def over(cls, comm: MPI.Intracomm | None = None) -> Self:
+        """Return the communicator over ``comm`` that all optimizers of this process share; collective at first.
+
+        MPI limits the number of communicators, and optimizers of the same ranks share their handshakes.
+
+        Args:
+            comm: as for the class.
+        """
+        from mpi4py import MPI
+
+        given = MPI.COMM_WORLD if comm is None else comm
+        if given == MPI.COMM_NULL:
+            return cls(given)
+        shared: dict[type, Self] = cast("dict[type, Self] | None", given.Get_attr(_key())) or {}
+        if cls not in shared:
+            shared[cls] = cls(comm)
+            given.Set_attr(_key(), shared)
+        return shared[cls]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._given is not None:
+            raise RuntimeError(
+                "An optimizer over an mpi4py.MPI.Comm cannot be pickled or copied: save its state_dict() instead"
+            )
+        return type(self).over, ()
+
     def address(self) -> tuple[np.ndarray | None, Exception | None]:
         """Return the address of this process's stall monitor."""
-        if not self._watched:
-            return None, None
+        if not self._watched or self.problem is not None:
+            return None, self.problem
         on_this_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
         one_host = on_this_host == os.environ.get("OMPI_COMM_WORLD_SIZE", "0")
         address, failure = monitor_address(self.tracker, one_host)
@@ -176,6 +212,14 @@ class MPICommunicator(Communicator):
         return wait
 
 
+@cache
+def _key() -> int:
+    """Return the key under which an mpi4py communicator keeps those of this package."""
+    from mpi4py import MPI
+
+    return int(MPI.Comm.Create_keyval())
+
+
 def _in_the_job(comm: MPI.Intracomm) -> list[int]:
     """Return the global ranks of a communicator; its own ranks, if some belong to another job."""
     from mpi4py import MPI
@@ -200,6 +244,13 @@ def _abort_after_error() -> None:
         MPI.COMM_WORLD.Abort(1)
 
 
+def world_numbering() -> tuple[int, int]:
+    """Return this process's rank in the whole job, and the number of ranks, as MPI numbers them."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+
+
 def world_rank() -> int:
     """Return this process's rank in the whole job.
 
@@ -221,14 +272,23 @@ def communicator_of_ranks(ranks: Sequence[int]) -> MPICommunicator:
     Raises:
         RuntimeError: mpi4py sees fewer ranks than there are.
     """
-    from mpi4py import MPI
-
     if len(set(ranks)) < len(ranks):
         raise RuntimeError(
             "mpi4py was built for a different MPI than Horovod, and sees only one rank: build both for the same MPI"
         )
     key = tuple(ranks)
     if key not in _of_ranks:
-        group = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks))
-        _of_ranks[key] = MPICommunicator(group, watched=False)  # The caller's communicator is watched.
+        _of_ranks[key] = MPICommunicator(group_of_ranks(ranks), watched=False)  # The caller's communicator is watched.
     return _of_ranks[key]
+
+
+def group_of_ranks(ranks: Sequence[int]) -> MPI.Intracomm:
+    """Return an mpi4py communicator of some ranks of the job, on the others ``MPI.COMM_NULL``; collective."""
+    from mpi4py import MPI
+
+    if list(ranks) == list(range(MPI.COMM_WORLD.Get_size())):
+        return MPI.COMM_WORLD
+    group = MPI.COMM_WORLD.Get_group().Incl(ranks)
+    if MPI.COMM_WORLD.Get_rank() not in ranks:
+        return cast("MPI.Intracomm", MPI.COMM_NULL)
+    return MPI.COMM_WORLD.Create_group(group)

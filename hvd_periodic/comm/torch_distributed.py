@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hvd_periodic.comm.job import JobCommunicator
+from hvd_periodic.comm.local import started_by_mpi
 from hvd_periodic.comm.stall_protocol import stable_hash
 from hvd_periodic.vectors.layout import chunk
 
@@ -42,9 +43,6 @@ _ON_THIS_HOST = (
 _OF_GLOO = ("cpu", "cuda")
 """Kinds of devices whose tensors Gloo carries, in every collective that is used here; others it only claims."""
 
-_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
-"""Environment variables of MPI launchers, each of which sets at least one."""
-
 
 class TorchDistributedCommunicator(JobCommunicator):
     """The ranks of a ``torch.distributed`` process group.
@@ -61,6 +59,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         ValueError: this rank is not in the group.
     """
 
+    native = torch.Tensor
     _own: ClassVar[dict[str, _Own]] = {}
     """Groups of these communicators, by name."""
 
@@ -113,6 +112,10 @@ class TorchDistributedCommunicator(JobCommunicator):
     def alive(self) -> bool:
         """Return whether torch.distributed is unchanged since construction."""
         return self.changed() is None and super().alive()
+
+    def of_array(self, array: np.ndarray) -> torch.Tensor:
+        """Return a tensor in host memory."""
+        return torch.from_numpy(array)
 
     def check_devices(self, kinds: Iterable[str]) -> None:
         """Raise a ValueError if the backends of the group carry no tensors of a kind of device."""
@@ -191,7 +194,7 @@ class TorchDistributedCommunicator(JobCommunicator):
 
     def require_mpi(self) -> None:
         """Raise a RuntimeError on all ranks unless an MPI launcher has started them."""
-        if not all(self.allgather_object(any(variable in os.environ for variable in _MPI), "hvd_periodic.launcher")):
+        if not all(self.allgather_object(started_by_mpi(), "hvd_periodic.launcher")):
             raise RuntimeError(
                 "Asynchronous exchange needs MPI in addition to torch.distributed, and this job was started without "
                 "it: start it with mpirun or srun --mpi=pmix of the MPI that mpi4py was built for; or exchange "

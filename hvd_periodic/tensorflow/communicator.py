@@ -1,25 +1,23 @@
-"""Horovod's collectives on TensorFlow tensors and numpy arrays, in a graph or eagerly."""
+"""The ranks that exchange TensorFlow tensors and numpy arrays: ranks of Horovod, of torch.distributed, or of MPI."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from inspect import isfunction
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
-import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
-from hvd_periodic.comm.local import only_rank
-from hvd_periodic.comm.subset import Subset
+from hvd_periodic.comm.mpi import MPICommunicator
+from hvd_periodic.comm.selection import FrontEnd
+from hvd_periodic.comm.staging import Staged
 from hvd_periodic.tensorflow.host import several_threads
-from hvd_periodic.tensorflow.host_values import as_array, as_tensor
+from hvd_periodic.tensorflow.host_values import TensorFlowMemory, as_array, as_tensor
 from hvd_periodic.tensorflow.private import eager
 
 _HEEDED = ("HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast")
@@ -31,8 +29,8 @@ _HOSTS_UPDATED = "Hosts were added or removed: all ranks restart, as after a fai
 class TensorFlowCommunicator(HorovodCommunicator):
     """Ranks of a Horovod process set that exchange TensorFlow tensors or numpy arrays; results have the same type.
 
-    While a graph is being built, ``allreduce`` and ``broadcast`` of tensors become operations of this graph.
-    ``allgather_object`` runs immediately even then; without eager execution, it runs in a separate session.
+    Collectives run immediately, also while a graph is being built. Without eager execution, ``allgather_object`` runs
+    in a separate session.
 
     Args:
         process_set: the ranks that exchange. Default: all.
@@ -110,12 +108,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
                 return future.result()
 
             return finish
-        if tf.executing_eagerly():
-            result = self.tracker.run_blocking(lambda: run(buffer))
-        else:
-            # Constants would be moved into the function, and the collective would run when the graph is optimized.
-            buffer = tf.raw_ops.PlaceholderWithDefault(input=buffer, shape=buffer.shape)
-            result = self._called_apart(run, buffer, key)(buffer)
+        result = self.tracker.run_blocking(lambda: run(buffer))
         return lambda: result
 
     def _called_apart(
@@ -194,27 +187,25 @@ _THREAD = _Thread()
 """Runs collectives on arrays: eager ones are unnamed in Horovod, so that only one may be in flight."""
 
 
-def communicator_of(process_set: Any) -> Communicator:
-    """Return the communicator over a set of ranks; a communicator is returned as it is.
+class TensorFlowOverMPI(Staged, MPICommunicator):
+    """The ranks of an mpi4py communicator, which exchange TensorFlow tensors or arrays."""
 
-    Args:
-        process_set: a process set of Horovod, or a function that returns the ranks of this rank's group. None: all
-            ranks; or this rank alone if Horovod is not initialized and no launcher has started other processes.
-
-    Raises:
-        RuntimeError, ValueError: as :class:`TensorFlowCommunicator` and :class:`~hvd_periodic.comm.subset.Subset`.
-    """
-    if isinstance(process_set, Communicator):
-        return process_set
-    if isfunction(process_set):
-        return Subset(ranks_of(None), process_set)
-    return ranks_of(process_set)
+    memory = TensorFlowMemory()
 
 
-def ranks_of(process_set: Any) -> Communicator:
-    """Return the communicator over a process set; None as in :func:`communicator_of`."""
-    alone = None if process_set is not None or hvd.is_initialized() else only_rank()
-    return TensorFlowCommunicator(process_set) if alone is None else alone
+def _over_torch(process_set: Any) -> Communicator:
+    from hvd_periodic.tensorflow.torch_distributed import TensorFlowOverTorch
+
+    return TensorFlowOverTorch(process_set)
+
+
+FRONT_END = FrontEnd(
+    horovod_modules=("horovod.tensorflow",),
+    over_horovod=lambda process_set, _: TensorFlowCommunicator(process_set),
+    over_torch=_over_torch,
+    over_mpi=TensorFlowOverMPI.over,
+)
+communicator_of = FRONT_END.communicator_of
 
 
 def as_elastic_jobs_heed(run: Callable[[], object]) -> Callable[[], None]:
@@ -224,6 +215,7 @@ def as_elastic_jobs_heed(run: Callable[[], object]) -> Callable[[], None]:
     ``UnknownError``s, which most Python errors become, so that the job would end as if it were complete. The wrapper
     therefore raises those as ValueErrors.
     """
+    from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
     def call() -> None:
         try:

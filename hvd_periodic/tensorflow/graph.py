@@ -320,8 +320,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     def _maximum(self, value: Any) -> Any:
         """Return the maximum of a scalar over all ranks."""
-        name = f"{self.membership.name}.maximum.{value.dtype.name}"
-        return self.membership.communicator.allreduce(tf.reshape(value, [1]), name, op="max")()[0]
+        array = np.array(value).reshape(1)
+        name = f"{self.membership.name}.maximum.{array.dtype.name}"
+        return tf.constant(self.membership.communicator.allreduce(array, name, op="max")()[0])
 
     @property
     def place(self) -> list[int]:

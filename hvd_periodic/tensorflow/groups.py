@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
-
-import horovod.tensorflow as hvd
 
 from hvd_periodic.comm.groups import Groups, make_groups
-from hvd_periodic.comm.horovod import ranks_of_host, register
-from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.comm.horovod import ranks_of_host
+from hvd_periodic.tensorflow.communicator import FRONT_END
 
 
 def node_groups(size: int | None = None) -> Groups:
@@ -32,7 +29,7 @@ def node_groups(size: int | None = None) -> Groups:
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=groups.local)
         optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, 10, process_set=groups.cross)
     """
-    return _made(size)
+    return make_groups(*FRONT_END.everyone(), size)
 
 
 def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
@@ -46,7 +43,7 @@ def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
 
         groups = hvdp.rank_groups([[0, 1, 2], [3, 4]])
     """
-    return _made(groups=groups)
+    return make_groups(*FRONT_END.everyone(), groups=groups)
 
 
 def node_ranks() -> range:
@@ -63,10 +60,4 @@ def node_ranks() -> range:
         inner = hvdp.ModelAverageOptimizer(optimizer, model, 2, process_set=hvdp.node_ranks)
         optimizer = hvdp.ElasticAverageOptimizer(inner, model, 16)
     """
-    return ranks_of_host(hvd)
-
-
-def _made(size: int | None = None, groups: Iterable[Iterable[int]] | None = None) -> Groups:
-    if not hvd.is_initialized():
-        hvd.init(process_sets="dynamic")
-    return make_groups(TensorFlowCommunicator(), partial(register, hvd), size, groups)
+    return ranks_of_host(FRONT_END.horovod())

@@ -234,6 +234,21 @@ class _Memory:
         self._array = array  # keeps the memory
 
 
+class TensorFlowMemory:
+    """TensorFlow tensors as arrays; arrays, which stand for variables in host memory, unchanged."""
+
+    def to_host(self, buffer: Any) -> np.ndarray:
+        """Return an array itself, or a copy of a tensor's values, which nothing may change."""
+        return buffer if isinstance(buffer, np.ndarray) else np.array(buffer)
+
+    def from_host(self, array: np.ndarray, like: Any) -> Any:
+        """Return an array, or a tensor on the device of ``like``."""
+        if isinstance(like, np.ndarray):
+            return array
+        with tf.device(like.device):
+            return tf.constant(array)
+
+
 def apart_from(array: np.ndarray, given: set[int]) -> np.ndarray:
     """Return an array, or a copy if it is a view of memory at one of the addresses in ``given``."""
     owner = array

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from inspect import isfunction
 from typing import Any, TypeVar, cast
 
-import horovod.tensorflow as hvd
-
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.local import LocalCommunicator
+from hvd_periodic.comm.mpi import MPICommunicator
 from hvd_periodic.ranks import named
-from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, communicator_of
+from hvd_periodic.tensorflow.communicator import FRONT_END, TensorFlowCommunicator, communicator_of
 from hvd_periodic.tensorflow.gradient_averaging import GradientAverage, is_distributed
 
 T = TypeVar("T")
@@ -25,7 +24,10 @@ RANKS = ("process_set", "averaged")
 class UnboundRanks(LocalCommunicator):
     """Replaces the ranks of a loaded optimizer until it is trained: loading and evaluating do not communicate."""
 
-    sums = HorovodCommunicator.sums
+    @property
+    def sums(self) -> frozenset[str]:  # type: ignore[override]
+        """Those of the library over which ranks will exchange."""
+        return MPICommunicator.sums if FRONT_END.library() == "mpi" else HorovodCommunicator.sums
 
 
 class RankBinding:
@@ -72,9 +74,10 @@ class RankBinding:
 
     def _ranks_of(self, process_set: Any) -> Iterable[int]:
         """Return the ranks of a process set or function; after ``hvd.shutdown()``, the function's earlier result."""
-        if not isfunction(process_set):
-            return cast(Iterable[int], process_set.ranks)
-        return cast(Iterable[int], process_set()) if hvd.is_initialized() else self.communicator.global_ranks
+        if isfunction(process_set) and FRONT_END.horovod() is not None:
+            return cast(Iterable[int], process_set())
+        ranks: Iterable[int] | None = getattr(process_set, "ranks", None)
+        return self.communicator.global_ranks if ranks is None else ranks
 
     def remember(self, config: Mapping[str, Any]) -> None:
         """Store the ranks that a saved optimizer had."""

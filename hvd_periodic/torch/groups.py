@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from hvd_periodic.comm.groups import Groups, make_groups
 from hvd_periodic.comm.horovod import ranks_of_host
-from hvd_periodic.torch.communicator import everyone, horovod
+from hvd_periodic.torch.communicator import FRONT_END
 from hvd_periodic.torch.neutral import neutrally
 
 
@@ -32,7 +32,7 @@ def node_groups(size: int | None = None) -> Groups:
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), process_set=groups.local)
         optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, 10, process_set=groups.cross)
     """
-    return make_groups(*everyone(), size)
+    return make_groups(*FRONT_END.everyone(), size)
 
 
 @neutrally
@@ -47,7 +47,7 @@ def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
 
         groups = hvdp.rank_groups([[0, 1, 2], [3, 4]])
     """
-    return make_groups(*everyone(), groups=groups)
+    return make_groups(*FRONT_END.everyone(), groups=groups)
 
 
 def node_ranks() -> range:
@@ -64,4 +64,4 @@ def node_ranks() -> range:
         inner = hvdp.ModelAverageOptimizer(optimizer, model, 2, process_set=hvdp.node_ranks)
         optimizer = hvdp.ElasticAverageOptimizer(inner, model, 16)
     """
-    return ranks_of_host(horovod())
+    return ranks_of_host(FRONT_END.horovod())

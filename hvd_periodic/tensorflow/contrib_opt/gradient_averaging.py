@@ -10,6 +10,7 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
 from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, trained_by
+from hvd_periodic.tensorflow.contrib_opt.python_call import sent_from_root
 from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT
 from hvd_periodic.tensorflow.space import changed_if
 
@@ -76,5 +77,7 @@ class SynchronousPhase:
         if communicator is None:
             return counted
         with tf.control_dependencies(self._counters.check):
-            name = f"{self._name}.{counted.op.name}"
-            return self._counters.first.steps_of_all(lambda own: communicator.broadcast(own, name, ROOT))
+            routes = [(communicator, self._name, ROOT)]
+            return self._counters.first.steps_of_all(
+                lambda own: sent_from_root([own], counted.op.name, lambda: routes)[0]
+            )

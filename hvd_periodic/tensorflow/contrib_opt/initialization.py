@@ -13,6 +13,7 @@ from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, 
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
 from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
+from hvd_periodic.tensorflow.contrib_opt.python_call import sent_from_root
 from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT
 
 
@@ -111,21 +112,19 @@ class Initialization:
             with tf.control_dependencies(checks):
                 written = [center.write() for center in self.shared_centers]
             with tf.control_dependencies([*checks, *written]):
-                received = [
-                    variable.assign(self._from_root(variable.read_value(), f"initialize.{times}.{i}"))
-                    for i, variable in enumerate(shared)
-                ]
+                values = [variable.read_value() for variable in shared]
+                roots = sent_from_root(values, f"initialize.{times}", self._routes)
+                received = [variable.assign(value) for variable, value in zip(shared, roots, strict=True)]
             with tf.control_dependencies(received):
                 assigned = self._start_from_centers()
             return tf.group(*assigned, name=f"{self._name}.initialize.{times}")
 
-    def _from_root(self, value: tf.Tensor, name: str) -> tf.Tensor:
-        """Return the root's value, sent to the ranks that exchange with it, then to the others of their groups."""
-        value = self._communicator.broadcast(value, f"{self._prefix}.{name}", ROOT)
-        membership = self._membership
+    def _routes(self) -> list[tuple[Communicator, str, int]]:
+        """Return the ranks to which values travel: those that exchange with the root, then those of each group."""
+        routes, membership = [(self._communicator, self._prefix, ROOT)], self._membership
         if membership is not None and membership.group is not None:
-            value = membership.group.broadcast(value, f"{membership.group_name}.{name}", membership.group_root)
-        return value
+            routes.append((membership.group, membership.group_name, membership.group_root))
+        return routes
 
     def _start_from_centers(self) -> Assigned:
         """Set local variables from the centers, and the centers of statistics from the statistics."""

@@ -14,7 +14,7 @@ from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.options import of_exchange
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.sync.synchronizer import Exchangers
-from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, ranks_of
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, communicator_of
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1, nothing
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
 from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous, SessionOverlapped, SessionSynchronous
@@ -57,7 +57,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
     def __init__(self, request: Request, use_locking: bool, name: str) -> None:
         super().__init__(use_locking, name)
         options = self._options = request.options
-        communicator = self._communicator = ranks_of(options["process_set"])
+        communicator = self._communicator = communicator_of(options["process_set"])
         # The optimizer and its exchanges share one number.
         prefix = communicator.unique_name(options["timeout_seconds"], provisional=True)
         cls = type(self).__name__

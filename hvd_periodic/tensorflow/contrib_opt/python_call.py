@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvd_periodic.comm.base import Communicator
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, branch, nothing
 from hvd_periodic.tensorflow.host_values import Blocks, HostValues
 from hvd_periodic.tensorflow.hosted import on_arrays
@@ -63,6 +64,36 @@ def python_call(
         assign = partial(_assign, graph_side[id(store)], of_run, vectors)
         assigned.append(tf.cond(is_changed, branch(assign), nothing))
     return outputs, assigned
+
+
+def sent_from_root(
+    values: Sequence[tf.Tensor], name: str, routes: Callable[[], Sequence[tuple[Communicator, str, int]]]
+) -> list[tf.Tensor]:
+    """Return the root's values, which ranks send as bytes, one after another, when the session runs.
+
+    Args:
+        values: this rank's values.
+        name: of the collectives, after the prefix of each route.
+        routes: returns, when the session runs, the communicators that carry each value one after another, each with
+            a prefix of names and its root.
+    """
+
+    def call(*arrays: np.ndarray) -> list[np.ndarray]:
+        taken = routes()
+        with eager():
+            return [sent(array, f"{name}.{i}", taken) for i, array in enumerate(arrays)]
+
+    def sent(array: np.ndarray, label: str, taken: Sequence[tuple[Communicator, str, int]]) -> np.ndarray:
+        data = array.reshape(-1).view(np.uint8).copy()
+        for communicator, prefix, root in taken:
+            data = communicator.broadcast(data, f"{prefix}.{label}", root)
+        return data.view(array.dtype).reshape(array.shape)
+
+    with tf.device("CPU:0"):
+        results = tf.numpy_function(call, list(values), [value.dtype.base_dtype for value in values])
+    for result, value in zip(results, values, strict=True):
+        result.set_shape(value.shape)
+    return list(results)
 
 
 def _assign(store: TensorStore, blocks: Sequence[Bucket], vectors: Sequence[tf.Tensor]) -> Assigned:

@@ -1,0 +1,221 @@
+"""The ranks that exchange: those that the user names, or all ranks of the first library that is initialized."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from inspect import isfunction
+from typing import Any
+
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.horovod import register
+from hvd_periodic.comm.local import only_rank, started_by_mpi, started_several
+from hvd_periodic.comm.mpi import group_of_ranks, world_numbering
+from hvd_periodic.comm.subset import Subset
+
+VARIABLE = "HVD_PERIODIC_COMM"
+"""Environment variable with the library to use if no ``process_set`` implies one."""
+
+LIBRARIES: Mapping[str, str] = {"horovod": "Horovod", "torch": "torch.distributed", "mpi": "MPI"}
+"""Names of the libraries by the values of the variable."""
+
+_START = {
+    "horovod": "call hvd.init() before the optimizer is constructed",
+    "torch": "call torch.distributed.init_process_group() before the optimizer is constructed",
+    "mpi": "start the script with mpirun -np N, or srun --mpi=pmix, of the MPI for which mpi4py is built",
+}
+"""What makes a library ready."""
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    """The communicators of a front end.
+
+    Attributes:
+        horovod_modules: modules of Horovod that carry its buffers: the first that is initialized is used.
+        over_horovod: returns a communicator over a process set (None: all ranks), given the name of Horovod's module.
+        over_torch: returns a communicator over a process group of torch.distributed, or a DeviceMesh.
+        over_mpi: returns a communicator over an ``mpi4py.MPI.Comm``.
+    """
+
+    horovod_modules: tuple[str, ...]
+    over_horovod: Callable[[Any, str], Communicator]
+    over_torch: Callable[[Any], Communicator]
+    over_mpi: Callable[[Any], Communicator]
+
+    def horovod(self) -> Any:
+        """Return Horovod's module if it is initialized, else None; Horovod need not be installed."""
+        modules = (sys.modules.get(name) for name in self.horovod_modules)
+        return next((module for module in modules if module is not None and module.is_initialized()), None)
+
+    def ready(self, library: str) -> bool:
+        """Return whether a library can exchange: it is initialized, or a launcher of MPI has started this process."""
+        if library == "horovod":
+            return self.horovod() is not None
+        return has_torch_distributed() if library == "torch" else started_by_mpi() and find_spec("mpi4py") is not None
+
+    def library(self) -> str | None:
+        """Return the library that the environment names, else the first that is ready; None: none is."""
+        return requested() or next((library for library in LIBRARIES if self.ready(library)), None)
+
+    def communicator_of(self, process_set: Any) -> Communicator:
+        """Return the communicator over some ranks; a communicator is returned as it is.
+
+        Args:
+            process_set: a process set of Horovod; a ``torch.distributed.ProcessGroup``; a ``DeviceMesh`` of one
+                dimension; an ``mpi4py.MPI.Comm``; or a function that returns the ranks of this rank's group, over
+                Horovod. None: all ranks of the library that ``HVD_PERIODIC_COMM`` names; else of the first that is
+                ready: Horovod, torch.distributed, or MPI if its launcher has started this process. If none is, and
+                no launcher has started other processes: this process alone.
+
+        Raises:
+            RuntimeError: the library is not ready, and this process is one of several; or it is not installed.
+            ValueError: this rank is not in the set; or libraries number ranks differently.
+        """
+        if isinstance(process_set, Communicator):
+            return process_set
+        if isfunction(process_set):
+            if self.library() not in ("horovod", None):
+                raise ValueError(
+                    "A function as `process_set` is for Horovod: over torch.distributed pass a ProcessGroup, over MPI "
+                    f"an mpi4py.MPI.Comm. Received: {process_set!r}"
+                )
+            return Subset(self.communicator_of(None), process_set)
+        invalid = _invalid()
+        library = _library_of(process_set) or self.library()
+        ready = library is not None and (library == "mpi" or self.ready(library))
+        if process_set is None and not ready and (alone := only_rank()) is not None:
+            if invalid is not None:
+                raise invalid
+            return alone
+        communicator = self._made(process_set, library)
+        communicator.problem = invalid or self._disagreement(library)
+        return communicator
+
+    def everyone(self) -> tuple[Communicator, Callable[[list[int]], Any]]:
+        """Return all ranks of the job, and a function that makes process sets; initializes Horovod if nothing is.
+
+        Raises:
+            RuntimeError: the library that the environment names is not ready, or not installed.
+        """
+        library = self.library()
+        if requested() is None and library in (None, "mpi") and find_spec("horovod") is not None:
+            library = "horovod"
+        if library == "horovod" and self.horovod() is None and find_spec("horovod") is not None:
+            importlib.import_module(self.horovod_modules[0]).init(process_sets="dynamic")
+        communicator = self._made(None, library)
+        if library == "torch":
+            return communicator, importlib.import_module("hvd_periodic.comm.torch_distributed").register_group
+        if library == "mpi":
+            return communicator, group_of_ranks
+        return communicator, lambda ranks: register(self.horovod(), ranks)
+
+    def _made(self, process_set: Any, library: str | None) -> Communicator:
+        """Return the communicator over some ranks of a library; None: no library is ready."""
+        if library is None:
+            raise RuntimeError(
+                "This process is one of several, and no library that connects them is ready: "
+                + "; or ".join(_START.values())
+            )
+        _require_installed(library, process_set)
+        if library == "torch":
+            return self.over_torch(process_set)
+        if library == "mpi":
+            _require_mpi_launcher(process_set)
+            return self.over_mpi(process_set)
+        module = self.horovod()
+        return self.over_horovod(process_set, self.horovod_modules[0] if module is None else module.__name__)
+
+    def _disagreement(self, library: str | None) -> ValueError | None:
+        """Return an error if another library is initialized as well and numbers the ranks of the job differently."""
+        if (own := _numbering(library, self)) is None:
+            return None
+        for other in ("horovod", "torch"):
+            theirs = _numbering(other, self) if other != library and self.ready(other) else None
+            if theirs is not None and theirs != own:
+                name, of_other = LIBRARIES[str(library)], LIBRARIES[other]
+                return ValueError(
+                    f"{name} and {of_other} are both initialized and must number ranks equally: this is rank {own[0]} "
+                    f"of {own[1]} of {name}, and rank {theirs[0]} of {theirs[1]} of {of_other}. Initialize one of "
+                    "them; or the second with rank and size of the first"
+                )
+        return None
+
+
+def requested() -> str | None:
+    """Return the library that the environment variable ``HVD_PERIODIC_COMM`` names, if it names one.
+
+    Example:
+        >>> requested() in (None, "horovod", "torch", "mpi")
+        True
+    """
+    asked = os.environ.get(VARIABLE, "").strip().lower()
+    return asked if asked in LIBRARIES else None
+
+
+def has_torch_distributed() -> bool:
+    """Return whether torch.distributed is initialized; does not import torch."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_available()) and bool(distributed.is_initialized())
+
+
+def _invalid() -> ValueError | None:
+    """Return an error if the environment variable has an invalid value."""
+    asked = os.environ.get(VARIABLE, "").strip()
+    if not asked or requested() is not None:
+        return None
+    return ValueError(f"The environment variable {VARIABLE} must be 'horovod', 'torch' or 'mpi'. Received: {asked!r}")
+
+
+def _library_of(process_set: Any) -> str | None:
+    """Return the library to which a process set belongs; None for None."""
+    if process_set is None:
+        return None
+    names = {cls.__module__.partition(".")[0] for cls in type(process_set).__mro__}
+    distributed = sys.modules.get("torch.distributed") if has_torch_distributed() else None
+    if "torch" in names or (distributed and process_set == distributed.GroupMember.NON_GROUP_MEMBER):
+        return "torch"
+    return "mpi" if "mpi4py" in names else "horovod"
+
+
+def _require_installed(library: str, process_set: Any) -> None:
+    """Raise a RuntimeError if a library is not installed."""
+    package = {"horovod": "horovod", "torch": "torch", "mpi": "mpi4py"}[library]
+    if find_spec(package) is None:
+        raise RuntimeError(
+            f"{package} is not installed, but the environment or `process_set` asks for {LIBRARIES[library]}: install "
+            f"it, or use another library. Received: {VARIABLE}={os.environ.get(VARIABLE, '')!r}, "
+            f"process_set={process_set!r}"
+        )
+
+
+def _require_mpi_launcher(process_set: Any) -> None:
+    """Raise a RuntimeError unless a launcher of the MPI of mpi4py has started this process."""
+    if not started_by_mpi():
+        raise RuntimeError(
+            f"The environment or `process_set` asks for MPI, and no launcher of MPI has started this process: "
+            f"{_START['mpi']}; to train alone, leave both out. Received: {VARIABLE}="
+            f"{os.environ.get(VARIABLE, '')!r}, process_set={process_set!r}"
+        )
+    several, (_, size) = started_several(), world_numbering()
+    if several is not None and size == 1:
+        launcher, processes, variable = several
+        raise RuntimeError(
+            f"{launcher} has started {processes} processes ({variable}), and mpi4py, built for another MPI, sees one: "
+            "build it for the MPI of the launcher: pip install --force-reinstall --no-binary mpi4py mpi4py"
+        )
+
+
+def _numbering(library: str | None, front_end: FrontEnd) -> tuple[int, int] | None:
+    """Return this process's rank in the whole job and the number of ranks, by the numbering of a library."""
+    if library == "torch":
+        distributed: Any = sys.modules["torch.distributed"]
+        return distributed.get_rank(), distributed.get_world_size()
+    if library == "mpi":
+        return world_numbering()
+    module = front_end.horovod()
+    return None if module is None else (module.rank(), module.size())
