@@ -292,7 +292,9 @@ class Worker:
 
         Raises:
             ValueError: the state of the center's optimizer was saved with other holders.
+            RuntimeError: there is no transport yet, which decides who holds the center.
         """
+        _ = self.transport
         holders = Sharded(self.communicator, self.membership.root) if self._has_shards else self.placements[0]
         holders.select(state["center_optimizer"])
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import register
-from hvd_periodic.comm.local import only_rank, started_by_mpi, started_several
+from hvd_periodic.comm.local import only_rank, started_alone, started_by_mpi
 from hvd_periodic.comm.mpi import group_of_ranks, world_numbering
 from hvd_periodic.comm.subset import Subset
 
@@ -22,13 +22,6 @@ VARIABLE = "HVD_PERIODIC_COMM"
 
 LIBRARIES: Mapping[str, str] = {"horovod": "Horovod", "torch": "torch.distributed", "mpi": "MPI"}
 """Names of the libraries by the values of the variable."""
-
-_START = {
-    "horovod": "call hvd.init() before the optimizer is constructed",
-    "torch": "call torch.distributed.init_process_group() before the optimizer is constructed",
-    "mpi": "start the script with mpirun -np N, or srun --mpi=pmix, of the MPI for which mpi4py is built",
-}
-"""What makes a library ready."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +80,8 @@ class FrontEnd:
             return Subset(self.communicator_of(None), process_set)
         invalid = _invalid()
         library = _library_of(process_set) or self.library()
-        ready = library is not None and (library == "mpi" or self.ready(library))
-        if process_set is None and not ready and (alone := only_rank()) is not None:
+        known = requested() == "mpi" or (library in ("horovod", "torch") and self.ready(library))
+        if process_set is None and not known and (alone := only_rank()) is not None:
             if invalid is not None:
                 raise invalid
             return alone
@@ -118,8 +111,9 @@ class FrontEnd:
         """Return the communicator over some ranks of a library; None: no library is ready."""
         if library is None:
             raise RuntimeError(
-                "This process is one of several, and no library that connects them is ready: "
-                + "; or ".join(_START.values())
+                "Neither Horovod nor torch.distributed is initialized: call hvd.init() or "
+                "torch.distributed.init_process_group() before the optimizer is constructed; or, to exchange over MPI, "
+                "install mpi4py and start the script with mpirun"
             )
         _require_installed(library, process_set)
         if library == "torch":
@@ -132,16 +126,14 @@ class FrontEnd:
 
     def _disagreement(self, library: str | None) -> ValueError | None:
         """Return an error if another library is initialized as well and numbers the ranks of the job differently."""
-        if (own := _numbering(library, self)) is None:
-            return None
-        for other in ("horovod", "torch"):
-            theirs = _numbering(other, self) if other != library and self.ready(other) else None
-            if theirs is not None and theirs != own:
-                name, of_other = LIBRARIES[str(library)], LIBRARIES[other]
+        used = [name for name in LIBRARIES if name == library or (name != "mpi" and self.ready(name))]
+        (first, own), *others = [(LIBRARIES[name], _numbering(name, self)) for name in used]
+        for other, theirs in others:
+            if theirs != own:
                 return ValueError(
-                    f"{name} and {of_other} are both initialized and must number ranks equally: this is rank {own[0]} "
-                    f"of {own[1]} of {name}, and rank {theirs[0]} of {theirs[1]} of {of_other}. Initialize one of "
-                    "them; or the second with rank and size of the first"
+                    f"{first} and {other} are both initialized and must number ranks equally: this is rank {own[0]} of "
+                    f"{own[1]} of {first}, and rank {theirs[0]} of {theirs[1]} of {other}. Initialize one of them; or "
+                    "the second with rank and size of the first"
                 )
         return None
 
@@ -184,12 +176,12 @@ def _library_of(process_set: Any) -> str | None:
 
 def _require_installed(library: str, process_set: Any) -> None:
     """Raise a RuntimeError if a library is not installed."""
-    package = {"horovod": "horovod", "torch": "torch", "mpi": "mpi4py"}[library]
+    package = "mpi4py" if library == "mpi" else library
     if find_spec(package) is None:
+        name = "Horovod" if library == "horovod" else package
         raise RuntimeError(
-            f"{package} is not installed, but the environment or `process_set` asks for {LIBRARIES[library]}: install "
-            f"it, or use another library. Received: {VARIABLE}={os.environ.get(VARIABLE, '')!r}, "
-            f"process_set={process_set!r}"
+            f"{name} is not installed, but the environment or `process_set` asks for it: install it, or exchange over "
+            f"another library. Received: {VARIABLE}={os.environ.get(VARIABLE, '')!r}, process_set={process_set!r}"
         )
 
 
@@ -197,25 +189,23 @@ def _require_mpi_launcher(process_set: Any) -> None:
     """Raise a RuntimeError unless a launcher of the MPI of mpi4py has started this process."""
     if not started_by_mpi():
         raise RuntimeError(
-            f"The environment or `process_set` asks for MPI, and no launcher of MPI has started this process: "
-            f"{_START['mpi']}; to train alone, leave both out. Received: {VARIABLE}="
-            f"{os.environ.get(VARIABLE, '')!r}, process_set={process_set!r}"
+            "The environment or `process_set` asks for MPI, and no launcher of MPI has started this process: start the "
+            "script with mpirun, or srun --mpi=pmix, of the MPI for which mpi4py is built; to train alone, leave both "
+            f"out. Received: {VARIABLE}={os.environ.get(VARIABLE, '')!r}, process_set={process_set!r}"
         )
-    several, (_, size) = started_several(), world_numbering()
-    if several is not None and size == 1:
-        launcher, processes, variable = several
+    if world_numbering()[1] == 1 and not started_alone():
         raise RuntimeError(
-            f"{launcher} has started {processes} processes ({variable}), and mpi4py, built for another MPI, sees one: "
-            "build it for the MPI of the launcher: pip install --force-reinstall --no-binary mpi4py mpi4py"
+            "A launcher of MPI has started this process as one of several, and mpi4py, built for another MPI, sees "
+            "one: build it for the MPI of the launcher: pip install --force-reinstall --no-binary mpi4py mpi4py"
         )
 
 
-def _numbering(library: str | None, front_end: FrontEnd) -> tuple[int, int] | None:
-    """Return this process's rank in the whole job and the number of ranks, by the numbering of a library."""
+def _numbering(library: str, front_end: FrontEnd) -> tuple[int, int]:
+    """Return this process's rank in the whole job and the number of ranks, as a library numbers them."""
+    if library == "mpi":
+        return world_numbering()
     if library == "torch":
         distributed: Any = sys.modules["torch.distributed"]
         return distributed.get_rank(), distributed.get_world_size()
-    if library == "mpi":
-        return world_numbering()
-    module = front_end.horovod()
-    return None if module is None else (module.rank(), module.size())
+    horovod = front_end.horovod()
+    return horovod.rank(), horovod.size()

@@ -14,18 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 
 import hvd_periodic.tensorflow as hvdp
-from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
 from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
 from tests.parallel.program import NotApplicableError, Scenarios, attempt, rotated
+from tests.parallel.tensorflow_job import hvd
 
 scenario = Scenarios()
 
@@ -300,9 +300,7 @@ def small_buckets_equal_one() -> Any:
                 return tf.Variable(tf.fill(tuple(shape), tf.cast(value, dtype)))
 
             replica = VariableReplica(named, new, bucket_bytes=bucket_bytes)
-            synchronizer = VariableSynchronizer(
-                new, replica, hvdp.EASGD(0.3), hvdp.Every(1), TensorFlowCommunicator(), 0
-            )
+            synchronizer = VariableSynchronizer(new, replica, hvdp.EASGD(0.3), hvdp.Every(1), communicator_of(None), 0)
             synchronizer.check_agreement()
             synchronizer.begin()
             step = compiled(synchronizer.step)
@@ -691,7 +689,7 @@ def process_set() -> Any:
 
 @scenario
 def contract() -> Any:
-    check_communicator(TensorFlowCommunicator(), tf.convert_to_tensor)
+    check_communicator(communicator_of(None), tf.convert_to_tensor)
     return "kept"
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 CHOSEN = "chosen.txt"
@@ -69,8 +70,11 @@ class Scenarios:
 
 def end_together() -> None:
     """Wait for all ranks: Horovod shuts down on all as soon as one ends, in whatever process set others still work."""
-    job, tensorflow = (sys.modules.get(name) for name in ("tests.parallel.torch_job", "horovod.tensorflow"))
-    torch = sys.modules.get("horovod.torch") if job is None else job.hvd
+    for name in ("tests.parallel.torch_job", "tests.parallel.tensorflow_job"):
+        job = getattr(sys.modules.get(name), "hvd", None)
+        if job is not None and not isinstance(job, ModuleType) and job.is_initialized():
+            job.barrier()
+    torch, tensorflow = (sys.modules.get(f"horovod.{framework}") for framework in ("torch", "tensorflow"))
     if torch is not None and torch.is_initialized():
         torch.barrier()
     if tensorflow is not None and tensorflow.is_initialized():

@@ -27,6 +27,9 @@ JOBS = [
     ("horovodrun --gloo", 2, *OF_SIZE),
     thorough(("python", 1, *OF_SIZE)),
     thorough(("mpirun", 3, *OF_SIZE)),
+    ("mpirun, MPI", 2, *OF_SIZE),
+    thorough(("mpirun, MPI", 3, *OF_SIZE)),
+    thorough(("mpirun, torch.distributed", 2, *OF_SIZE)),
 ]
 """Launcher, ranks, and what the job runs; default: everything."""
 

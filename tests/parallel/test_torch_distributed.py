@@ -108,7 +108,7 @@ def test_what_is_refused_is_an_error_on_every_rank(ranks: Reports) -> None:
             assert text.format(rank=rank, size=len(ranks)) in error, case
     for case, wrong, text in (
         ("numbers", {last - 1, last}, "Horovod and torch.distributed are both initialized"),
-        ("variable", {last}, "HVD_PERIODIC_COMM must be 'horovod' or 'torch'. Received: 'mpi'"),
+        ("variable", {last}, "HVD_PERIODIC_COMM must be 'horovod', 'torch' or 'mpi'. Received: 'nccl'"),
     ):
         for rank, error in enumerate(column(found, case)):
             assert text in error

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import hvd_periodic.torch as hvdp
-from hvd_periodic.torch.communicator import VARIABLE, communicator_of
+from hvd_periodic.comm.selection import VARIABLE
+from hvd_periodic.torch.communicator import communicator_of
 from tests.conformance.communicator_contract import check_communicator
 from tests.parallel.program import NotApplicableError, Scenarios, attempt
 from tests.parallel.torch_job import hvd
@@ -146,7 +147,7 @@ def refused() -> Any:
         found["numbers"] = attempt(lambda: averaging(Scalar()))
         fake.rank, fake.size = hvd.rank, lambda: 1  # type: ignore[attr-defined]
         found["size"] = attempt(lambda: averaging(Scalar()))
-    with patch.dict(os.environ, {VARIABLE: "mpi" if last else "torch"}):
+    with patch.dict(os.environ, {VARIABLE: "nccl" if last else "torch"}):
         found["variable"] = attempt(lambda: averaging(Scalar()))
     with patch.dict(os.environ, {VARIABLE: "horovod"}):
         found["not installed"] = attempt(lambda: averaging(Scalar()))

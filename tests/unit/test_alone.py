@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hvd_periodic.comm import LocalCommunicator, local
+from hvd_periodic.comm import LocalCommunicator, local, selection
 from hvd_periodic.comm.local import started_alone, started_several
 
 LINE = "No launcher has started other processes: this one trains alone, as the only rank"
@@ -72,7 +72,7 @@ def of_torch(monkeypatch: pytest.MonkeyPatch, process_set: Any = None) -> Any:
     hvdp = pytest.importorskip("hvd_periodic.torch")
     if find_spec("horovod") is not None:
         monkeypatch.setattr("horovod.torch.is_initialized", lambda: False)
-    monkeypatch.setattr("hvd_periodic.torch.communicator._has_torch", lambda: False)
+    monkeypatch.setattr("hvd_periodic.comm.selection.has_torch_distributed", lambda: False)
     x = torch.nn.Parameter(torch.ones(3))
     optimizer = hvdp.ElasticAverageOptimizer(torch.optim.SGD([x], 0.1), [("x", x)], 3, process_set=process_set)
     for _ in range(7):
@@ -121,7 +121,7 @@ def test_a_process_without_a_launcher_is_one_rank(
         again, _ = train(monkeypatch)
     assert found == again
     assert [record.getMessage() for record in caplog.records].count(LINE) == 1
-    if train is not of_contrib:  # Which takes process sets of Horovod alone.
+    if train is not of_contrib:
         assert found == train(monkeypatch, LocalCommunicator())[0]
 
 
@@ -130,8 +130,12 @@ def test_a_process_without_a_launcher_is_one_rank(
 def test_a_launcher_that_has_told_nothing_is_an_error(
     train: Callable[..., Any], variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Over MPI, its launcher tells mpi4py, unless that is built for another MPI."""
     told(monkeypatch, variables)
-    with pytest.raises(RuntimeError, match=r"is(?: not)? initialized: call hvd\.init\(\)"):
+    monkeypatch.setattr(selection, "world_numbering", lambda: (0, 1))
+    with pytest.raises(
+        RuntimeError, match=r"is initialized: call hvd\.init\(\)|mpi4py, built for another MPI, sees"
+    ):
         train(monkeypatch)
 
 
@@ -146,9 +150,18 @@ def test_what_ranks_would_exchange_by_does_not_matter(comm: str, monkeypatch: py
 
 
 def test_what_is_misspelled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HVD_PERIODIC_COMM", "mpi")
-    with pytest.raises(ValueError, match=r"HVD_PERIODIC_COMM must be .* Received: 'mpi'"):
+    monkeypatch.setenv("HVD_PERIODIC_COMM", "nccl")
+    with pytest.raises(ValueError, match=r"HVD_PERIODIC_COMM must be .* Received: 'nccl'"):
         of_torch(monkeypatch)
+
+
+@pytest.mark.parametrize("train", FRONT_ENDS)
+def test_mpi_without_its_launcher_is_an_error(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_PERIODIC_COMM", "mpi")
+    with pytest.raises(
+        RuntimeError, match=r"no launcher of MPI has started this process: start the script with mpirun"
+    ):
+        train(monkeypatch)
 
 
 @pytest.mark.parametrize(("train", "room"), [(of_torch, "torch"), (of_keras, "tensorflow")])
