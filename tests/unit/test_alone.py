@@ -133,9 +133,7 @@ def test_a_launcher_that_has_told_nothing_is_an_error(
     """Over MPI, its launcher tells mpi4py, unless that is built for another MPI."""
     told(monkeypatch, variables)
     monkeypatch.setattr(selection, "world_numbering", lambda: (0, 1))
-    with pytest.raises(
-        RuntimeError, match=r"is initialized: call hvd\.init\(\)|mpi4py, built for another MPI, sees"
-    ):
+    with pytest.raises(RuntimeError, match=r"is initialized: call hvd\.init\(\)|mpi4py, built for another MPI, sees"):
         train(monkeypatch)
 
 
