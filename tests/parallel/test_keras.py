@@ -239,6 +239,8 @@ def test_process_set(ranks: list[dict[str, Any]]) -> None:
 
 def test_horovod_has_to_be_initialized(ranks: list[dict[str, Any]]) -> None:
     """Alone, without a launcher, a process trains as the only rank."""
+    if ranks[0]["library"] == "mpi":
+        pytest.skip("MPI is ready once its launcher has started the ranks")
     for error in column(ranks, "not_initialized"):
         assert "call hvd.init()" in error if len(ranks) > 1 else error == ""
 

@@ -47,8 +47,8 @@ def shared_by(framework: str) -> str | None:
 
 
 def naming_rank_1(texts: list[str]) -> str:
-    """Return the first warning that names the rank which is held up until then: later ones may be of what is slow."""
-    return next(text for text in texts if "rank 1" in text)
+    """Return the first warning that names the rank which is held up: others may be of what is slow."""
+    return next(text for text in texts if "rank 1" in text and ("it is in " not in text or "holding_up()" in text))
 
 
 def waiting(ranks: Reports) -> Reports:
