@@ -173,10 +173,12 @@ class Membership:
 
     def broadcasters(self, what: str) -> list[Callable[[Any], Any]]:
         """Return functions that broadcast the root's values: among the ranks that exchange, then within groups."""
-        found = [self.broadcaster(what)]
-        if self.group is not None:
-            found.append(broadcaster(self.group, f"{self.group_name}.{what}", self.group_root))
-        return found
+        return [broadcaster(ranks, f"{name}.{what}", root) for ranks, name, root in self.routes()]
+
+    def routes(self) -> list[tuple[Communicator, str, int]]:
+        """Return the ranks to which the root's values travel one after another, each with a prefix and its root."""
+        own = [(self.communicator, self.name, self.root)]
+        return own if self.group is None else [*own, (self.group, self.group_name, self.group_root)]
 
 
 def ranks_of_levels(levels: Sequence[Membership]) -> TrainingGroup:

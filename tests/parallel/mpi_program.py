@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,12 @@ def main(folder: Path) -> None:
     """Write this rank's replica and center for each algorithm."""
     communicator = MPICommunicator()
     check_communicator(communicator)
+    if find_spec("torch") is not None:
+        import torch
+
+        from hvd_periodic.torch.communicator import TensorsOverMPI
+
+        check_communicator(TensorsOverMPI(), torch.from_numpy)
     results = {}
     for name, make in (
         ("easgd", lambda *a: ElasticAverageOptimizer(*a, 2, moving_rate=0.25, process_set=communicator)),

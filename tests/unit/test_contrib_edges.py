@@ -235,11 +235,15 @@ def test_two_optimizers_begin_under_names_of_their_own(monkeypatch: pytest.Monke
         return broadcast(self, buffer, name, root)
 
     monkeypatch.setattr(TensorFlowCommunicator, "broadcast", recorded)
+    begun = []
     for i in range(2):
         getter = contrib_opt.ElasticAverageCustomGetter("")
         w, optimizer = variable(getter, f"w{i}"), elastic(getter)
         optimizer.minimize(tf.reduce_sum(w), var_list=[w])
-        optimizer.get_init_op(0)
+        begun.append(optimizer.get_init_op(0))
+    with tf.Session() as session:
+        session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+        session.run(begun)
     assert used
     assert len(set(used)) == len(used)
 

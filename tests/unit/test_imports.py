@@ -72,6 +72,18 @@ def test_the_core_does_not_name_horovod() -> None:
                 assert not NAMES_HOROVOD.fullmatch(node.value), f"{path}:{node.lineno} names {node.value}"
 
 
+def test_no_front_end_needs_horovod() -> None:
+    """Modules that import it at once are imported on first use, in an elastic job."""
+    found = set()
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            if any(name.partition(".")[0] == "horovod" for name in names):
+                found.add(path.relative_to(PACKAGE).as_posix())
+    assert found == {"tensorflow/elastic.py", "torch/elastic.py"}
+
+
 def test_commands_import_other_packages_when_they_are_run() -> None:
     """They say then how to install what is missing."""
     found = [path for path in SOURCES if room(path) in COMMAND_LINE]

@@ -66,9 +66,9 @@ def test_what_examples_import_is_in_their_extra() -> None:
     assert wanted <= {*EXTRAS["examples"], *(package for name in frameworks for package in EXTRAS[name])}
 
 
-def test_pytorch_needs_no_horovod() -> None:
-    for name in ("torch", "lightning", "huggingface", "ignite"):
-        assert "torch" in EXTRAS[name]
+def test_no_framework_needs_horovod() -> None:
+    for name in ("torch", "lightning", "huggingface", "ignite", "tensorflow"):
+        assert "torch" in EXTRAS[name] or name == "tensorflow"
         assert "horovod" not in EXTRAS[name]
 
 

@@ -73,11 +73,10 @@ class Initialization:
     """
 
     def __init__(self, name: str, communicator: Communicator, getter: CustomGetter, counters: CounterVariables) -> None:
-        self._name = self._prefix = name
-        self._communicator = communicator
+        self._name = name
+        self._routes = lambda: [(communicator, name, ROOT)]
         self._getter = getter
         self._counters = counters
-        self._membership: Membership | None = None
         self._global_step: Any = None
         self.buffer_centers: list[tuple[tf.Variable, Any]] = []
         self.times = 0
@@ -85,7 +84,7 @@ class Initialization:
 
     def begin_within(self, membership: Membership, global_step: Any) -> None:
         """Include the groups of ranks, take over their prefix of names, and also broadcast this global step, if any."""
-        self._membership, self._prefix, self._global_step = membership, membership.name, global_step
+        self._routes, self._global_step = membership.routes, global_step
 
     def start_centers(self, variables: Sequence[Any]) -> Assigned:
         """Set centers to the replicas; a script may have restored only these, for example for fine-tuning."""
@@ -118,13 +117,6 @@ class Initialization:
             with tf.control_dependencies(received):
                 assigned = self._start_from_centers()
             return tf.group(*assigned, name=f"{self._name}.initialize.{times}")
-
-    def _routes(self) -> list[tuple[Communicator, str, int]]:
-        """Return the ranks to which values travel: those that exchange with the root, then those of each group."""
-        routes, membership = [(self._communicator, self._prefix, ROOT)], self._membership
-        if membership is not None and membership.group is not None:
-            routes.append((membership.group, membership.group_name, membership.group_root))
-        return routes
 
     def _start_from_centers(self) -> Assigned:
         """Set local variables from the centers, and the centers of statistics from the statistics."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import isfunction
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,11 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
     def __init__(self, request: Request, use_locking: bool, name: str) -> None:
         super().__init__(use_locking, name)
         options = self._options = request.options
+        if isfunction(options["process_set"]):
+            raise ValueError(
+                "`process_set` must be a process set, a process group or a communicator: groups that a function "
+                f"returns are for PyTorch and Keras. Received: {options['process_set']!r}"
+            )
         communicator = self._communicator = communicator_of(options["process_set"])
         # The optimizer and its exchanges share one number.
         prefix = communicator.unique_name(options["timeout_seconds"], provisional=True)

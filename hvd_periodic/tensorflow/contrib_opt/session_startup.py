@@ -22,7 +22,7 @@ from hvd_periodic.tensorflow.contrib_opt.branches import (
     value_of,
 )
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter, can_be_sent
-from hvd_periodic.tensorflow.contrib_opt.python_call import python_call
+from hvd_periodic.tensorflow.contrib_opt.python_call import python_call, sent_from_root
 from hvd_periodic.tensorflow.contrib_opt.turns import Turn
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.host import on_host
@@ -210,6 +210,7 @@ class SessionStartup:
     def _give(self) -> Assigned:
         """Return the operations that give all ranks the root's values."""
         assigned = self._give_together(self._own, "start")
+        given: list[Any] = assigned[-1:]
         assigned += [variable.assign(tf.zeros_like(variable)) for variable in self._unsent]
         free = on_host(lambda: [int(not self._getter.is_anothers(variable)) for variable in self._frozen])
         for i, variable in enumerate(self._frozen):
@@ -217,7 +218,9 @@ class SessionStartup:
             def give(variable: Any = variable, name: str = f"start.{i}") -> Assigned:
                 return self._give_together([variable], name)
 
-            assigned.append(tf.cond(free[i] > 0, branch(give), nothing))
+            with tf.control_dependencies(given):  # Not all libraries match messages by their names.
+                given = [tf.cond(free[i] > 0, branch(give), nothing)]
+            assigned += given
         return assigned
 
     def _give_together(self, variables: Sequence[Any], name: str) -> Assigned:
@@ -226,8 +229,10 @@ class SessionStartup:
             layout_of([(variable.op.name, variable) for variable in variables], bucket_bytes), variables
         )
         store.load_variables()
-        for send in self._synchronizer.membership.broadcasters(name):
-            self._synchronizer.tensor_groups.send_store(store, send)
+        values = [store.read(bucket) for bucket in store.layout.buckets]
+        received = sent_from_root(values, name, self._synchronizer.membership.routes)
+        for bucket, value in zip(store.layout.buckets, received, strict=True):
+            store.write(bucket, value)
         with tf.control_dependencies(store.tensors()):
             return store.assign()
 
