@@ -115,7 +115,7 @@ class MPICommunicator(Communicator):
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         """Broadcast, in place."""
-        return self._begun(self._comm.Ibcast(buffer, root=root), buffer)()
+        return self._begun(self._comm.Ibcast(_known(buffer), root=root), buffer)()
 
     def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Start a nonblocking reduce-scatter; the result is the beginning of ``buffer``."""
@@ -130,7 +130,9 @@ class MPICommunicator(Communicator):
         self._begun(self._comm.Iallgather(np.array([len(buffer)]), counts), counts)()
         if out is None:
             out = np.empty(counts.sum(), buffer.dtype)
-        return self._begun(self._comm.Iallgatherv(buffer, [out, counts.tolist()]), out)()
+        sent, received = _known(buffer), _known(out)
+        counts *= len(received) // len(out) if len(out) else 1
+        return self._begun(self._comm.Iallgatherv(sent, [received, counts.tolist()]), out)()
 
     def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
         """Start a nonblocking gather into ``out``."""
@@ -218,6 +220,13 @@ def _key() -> int:
     from mpi4py import MPI
 
     return int(MPI.Comm.Create_keyval())
+
+
+def _known(buffer: Any) -> Any:
+    """Return an array of 16-bit numbers, for which MPI has no type, as bytes; others as they are."""
+    if isinstance(buffer, np.ndarray) and buffer.dtype.itemsize == 2 and buffer.dtype.kind in "fV":
+        return buffer.view(np.uint8)
+    return buffer
 
 
 def _in_the_job(comm: MPI.Intracomm) -> list[int]:

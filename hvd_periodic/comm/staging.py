@@ -20,18 +20,6 @@ class Memory(Protocol):
         """Return an array as a buffer of the kind and on the device of ``like``; may share the array's memory."""
 
 
-class Arrays:
-    """The memory of a front end whose buffers are arrays."""
-
-    def to_host(self, buffer: Any) -> np.ndarray:
-        """Return the array itself."""
-        return np.asarray(buffer)
-
-    def from_host(self, array: np.ndarray, like: Any) -> Any:
-        """Return the array itself."""
-        return array
-
-
 class Staged(Collectives):
     """Base of communicators that carry buffers of a front end by the collectives of their other base class.
 
@@ -55,7 +43,7 @@ class Staged(Collectives):
         'a text'
     """
 
-    memory: ClassVar[Memory] = Arrays()
+    memory: ClassVar[Memory]
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start to reduce."""
