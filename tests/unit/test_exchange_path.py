@@ -144,3 +144,23 @@ def test_keras(exchanges: list[Trace], eager: bool) -> None:
     assert len(exchanges) == 2
     check_asked_once(exchanges[1])
     exchanges[1].check(Limits(38, 143, 370))
+
+
+def test_session(exchanges: list[Trace]) -> None:
+    """Python runs the same text for a session of TensorFlow 1, which waits for it."""
+    tf: Any = pytest.importorskip("tensorflow").compat.v1
+    from hvd_periodic.tensorflow import contrib_opt
+
+    with tf.Graph().as_default():
+        getter = contrib_opt.ElasticAverageCustomGetter("")
+        with tf.variable_scope("", custom_getter=getter):
+            w = tf.get_variable("w", (3, 2))
+        local = tf.train.GradientDescentOptimizer(0.1)
+        optimizer = contrib_opt.ElasticAverageOptimizer(local, 1, getter, 2, process_set=LocalCommunicator())
+        train = optimizer.minimize(tf.reduce_sum(tf.square(w)), tf.train.get_or_create_global_step())
+        with tf.train.MonitoredTrainingSession(hooks=[optimizer.make_session_run_hook(True, 0)]) as session:
+            for _ in range(4):
+                session.run(train)
+    assert len(exchanges) == 2
+    check_asked_once(exchanges[1])
+    exchanges[1].check(Limits(40, 143, 320))
