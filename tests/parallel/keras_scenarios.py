@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_periodic.tensorflow as hvdp
-from hvd_periodic.comm.selection import requested
+from hvd_periodic.comm.local import started_by_mpi
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
@@ -711,7 +711,7 @@ def main(folder: Path) -> None:
     if size > 2:
         PROCESS_SETS.append(hvd.ProcessSet([0, size - 1]))
     hvd.init(process_sets=PROCESS_SETS or None)
-    scenario.run(folder, hvd.rank(), not_initialized=before, library=requested())
+    scenario.run(folder, hvd.rank(), not_initialized=before, by_mpi=started_by_mpi())
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch
 
 import hvd_periodic.torch as hvdp
 from hvd_periodic import PostLocal
+from hvd_periodic.comm.local import started_by_mpi
 from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.model import NamedTensors
 from hvd_periodic.torch.replica import TorchReplica
@@ -428,7 +429,7 @@ def main(folder: Path) -> None:
         PROCESS_SETS.append(hvd.ProcessSet([0, size - 1]))
     hvd.init(process_sets=PROCESS_SETS or None)
     torch.set_num_threads(1)
-    scenario.run(folder, hvd.rank(), not_initialized=before)
+    scenario.run(folder, hvd.rank(), not_initialized=before, by_mpi=started_by_mpi())
 
 
 def construct_optimizer() -> None:
