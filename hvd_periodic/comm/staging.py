@@ -60,14 +60,14 @@ class Staged(Collectives):
 
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
         """Gather into a new buffer."""
-        given = out if self._carries(buffer) else None
+        given = out if self._carries(buffer) and _writable(out) else None
         result = self._carrier.allgather(self._sent(buffer), name, given)
         return self._received(lambda: result, buffer)()
 
     def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
         """Start to gather into a new buffer."""
         sent = self._sent(buffer)
-        given = out if self._carries(buffer) else self._carrier.tile(sent, self.size)
+        given = out if self._carries(buffer) and _writable(out) else self._carrier.tile(sent, self.size)
         return self._received(self._carrier.begin_allgather(sent, name, given), buffer)
 
     def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
@@ -102,7 +102,7 @@ class Staged(Collectives):
 
     def _sent(self, buffer: Any) -> Any:
         """Return a buffer that the other base class carries, and may overwrite."""
-        if isinstance(buffer, np.ndarray) and not buffer.flags.writeable:
+        if not _writable(buffer):
             buffer = buffer.copy()
         return buffer if self._carries(buffer) else self.of_array(self.memory.to_host(buffer))
 
@@ -111,3 +111,8 @@ class Staged(Collectives):
         if self._carries(buffer):
             return wait
         return lambda: self.memory.from_host(np.asarray(wait()), buffer)
+
+
+def _writable(buffer: Any) -> bool:
+    """Return False for an array that represents memory which nothing may change, such as that of a variable."""
+    return not isinstance(buffer, np.ndarray) or buffer.flags.writeable

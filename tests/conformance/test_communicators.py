@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hvd_periodic import Communicator, LocalCommunicator
+from hvd_periodic.comm.staging import Staged
 from hvd_periodic.comm.subset import Subset
 from hvd_periodic.comm.threads import ThreadCommunicator
 from tests.conformance.communicator_contract import LAUNCHERS, check_communicator
@@ -144,3 +145,55 @@ def _abort_after(communicator: Communicator, work: Callable[[Communicator], None
 
 def test_a_communicator_without_fault_passes_through_the_same_wrapper() -> None:
     run_ranks(2, lambda communicator: check_communicator(Faulty(communicator)))
+
+
+class Lists:
+    """The memory of a front end whose buffers are lists."""
+
+    def to_host(self, buffer: list[float]) -> np.ndarray:
+        return np.array(buffer)
+
+    def from_host(self, array: np.ndarray, like: list[float]) -> list[float]:
+        return array.tolist()
+
+
+class ListCommunicator(Staged, ThreadCommunicator):
+    memory = Lists()
+
+
+def test_buffers_of_another_kind_pass_through_host_memory() -> None:
+    def work(communicator: Communicator) -> list[Any]:
+        communicator.__class__ = ListCommunicator
+        own = [1.0 + communicator.rank, 5.0]
+        return [
+            communicator.allreduce(own, "sum")(),
+            communicator.broadcast(own, "root", 1),
+            communicator.reducescatter(own, "parts")(),
+            communicator.allgather(own, "gather"),
+            communicator.begin_allgather(own, "begin", None)(),
+            communicator.alltoall(own, "exchange")(),
+            communicator.tile(own, 2),
+            communicator.maximum(own, [1.5, 6.0]),
+        ]
+
+    both = [1.0, 5.0, 2.0, 5.0]
+    for rank, found in enumerate(run_ranks(2, work)):
+        own = [1.0 + rank, 5.0]
+        parts, exchanged = ([3.0], [10.0])[rank], ([1.0, 2.0], [5.0, 5.0])[rank]
+        larger = [max(own[0], 1.5), 6.0]
+        assert found == [[3.0, 10.0], [2.0, 5.0], parts, both, both, exchanged, own * 2, larger]
+
+
+def test_arrays_that_nothing_may_change_are_neither_sent_nor_filled() -> None:
+    """They may be the memory of variables."""
+
+    def work(communicator: Communicator) -> list[Any]:
+        communicator.__class__ = ListCommunicator
+        own, out = np.array([1.0 + communicator.rank]), np.zeros(2)
+        own.flags.writeable = out.flags.writeable = False
+        sums, values = communicator.allreduce(own, "sum")(), communicator.broadcast(own, "root", 1)
+        gathered = [communicator.allgather(own, "all", out), communicator.begin_allgather(own, "begin", out)()]
+        return [array.tolist() for array in (sums, values, *gathered, own, out)]
+
+    for rank, found in enumerate(run_ranks(2, work)):
+        assert found == [[3.0], [2.0], [1.0, 2.0], [1.0, 2.0], [1.0 + rank], [0.0, 0.0]]
