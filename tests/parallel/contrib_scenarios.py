@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -372,6 +373,26 @@ def two_optimizers() -> Any:
                     ]
                 )
             ] + [int(session.run(step))]
+
+
+@scenario
+def two_initializations_at_once() -> Any:
+    """One run starts the operations of two optimizers, in another order on each rank; returns the replicas."""
+    with tf.Graph().as_default():
+        starts, variables = [], []
+        for i, name in enumerate("ab"):
+            getter = getter_of("easgd")
+            with tf.variable_scope(name, custom_getter=getter):
+                variables.append(tf.get_variable("w", initializer=tf.constant([1.0 + hvd.rank() + 10 * i])))
+            optimizer = OPTIMIZERS["easgd"](tf.train.GradientDescentOptimizer(1.0), getter)
+            optimizer.minimize(tf.reduce_sum(variables[-1]), var_list=[variables[-1]])
+            late = tf.py_func(lambda: time.sleep(1.0), [], [])
+            with tf.control_dependencies([late] if i == hvd.rank() % 2 else []):
+                starts.append(init_op(optimizer))
+        with tf.Session() as session:
+            session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+            session.run(starts)
+            return [float(value[0]) for value in session.run(variables)]
 
 
 @scenario

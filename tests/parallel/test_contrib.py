@@ -16,7 +16,10 @@ from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
-OF_SIZE = ("constant_gradients", "compressed", "not_finite_on_the_last_rank", "quadratics", "networks", "disagreements")
+OF_SIZE = (
+    *("constant_gradients", "compressed", "not_finite_on_the_last_rank", "quadratics", "networks", "disagreements"),
+    "two_initializations_at_once",
+)
 """What the number of ranks makes a difference for."""
 
 JOBS = [
@@ -263,3 +266,8 @@ def test_disagreement_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> 
 def test_horovod_has_to_be_initialized(ranks: list[dict[str, Any]]) -> None:
     """Also alone: a script of contrib asks Horovod for its size."""
     assert all("hvd.init()" in error for error in column(ranks, "not_initialized"))
+
+
+def test_two_initializations_at_once(ranks: list[dict[str, Any]]) -> None:
+    """Ranks would wait for each other forever if each began with the operation that is ready first there."""
+    assert column(ranks, "two_initializations_at_once") == [[1.0, 11.0]] * len(ranks)

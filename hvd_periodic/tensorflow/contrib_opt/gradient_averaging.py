@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -12,6 +13,7 @@ from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
 from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, trained_by
 from hvd_periodic.tensorflow.contrib_opt.python_call import sent_from_root
 from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT
+from hvd_periodic.tensorflow.contrib_opt.turns import Turn
 from hvd_periodic.tensorflow.space import changed_if
 
 
@@ -46,6 +48,9 @@ class SynchronousPhase:
         until: the step up to which gradients are averaged; None if there is no such phase.
         communicator: the ranks that exchange, of which the root alone may have restored its steps; None if a hook gives
             all ranks the same start.
+
+    Attributes:
+        turn: the turn of the optimizer, once it has a train op.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class SynchronousPhase:
     ) -> None:
         self._opt, self._until, self._counters = opt, until, counters
         self._communicator, self._name = communicator, name
+        self.turn: Turn = nullcontext
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Pairs:
         """Return the (gradient, variable) pairs of the local optimizer, which gets these arguments."""
@@ -79,5 +85,5 @@ class SynchronousPhase:
         with tf.control_dependencies(self._counters.check):
             routes = [(communicator, self._name, ROOT)]
             return self._counters.first.steps_of_all(
-                lambda own: sent_from_root([own], counted.op.name, lambda: routes)[0]
+                lambda own: sent_from_root([own], counted.op.name, lambda: routes, lambda: self.turn())[0]
             )

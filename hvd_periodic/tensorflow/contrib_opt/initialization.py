@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +16,7 @@ from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
 from hvd_periodic.tensorflow.contrib_opt.python_call import sent_from_root
 from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT
+from hvd_periodic.tensorflow.contrib_opt.turns import Turn
 
 
 class SharedCenter:
@@ -75,6 +77,7 @@ class Initialization:
     def __init__(self, name: str, communicator: Communicator, getter: CustomGetter, counters: CounterVariables) -> None:
         self._name = name
         self._routes = lambda: [(communicator, name, ROOT)]
+        self._turn: Turn = nullcontext
         self._getter = getter
         self._counters = counters
         self._global_step: Any = None
@@ -82,9 +85,9 @@ class Initialization:
         self.times = 0
         self.shared_centers: list[SharedCenter] = []
 
-    def begin_within(self, membership: Membership, global_step: Any) -> None:
-        """Include the groups of ranks, take over their prefix of names, and also broadcast this global step, if any."""
-        self._routes, self._global_step = membership.routes, global_step
+    def begin_within(self, membership: Membership, turn: Turn, global_step: Any) -> None:
+        """Include the groups of ranks, in the turn of this optimizer; also broadcast this global step, if any."""
+        self._routes, self._turn, self._global_step = membership.routes, turn, global_step
 
     def start_centers(self, variables: Sequence[Any]) -> Assigned:
         """Set centers to the replicas; a script may have restored only these, for example for fine-tuning."""
@@ -112,7 +115,7 @@ class Initialization:
                 written = [center.write() for center in self.shared_centers]
             with tf.control_dependencies([*checks, *written]):
                 values = [variable.read_value() for variable in shared]
-                roots = sent_from_root(values, f"initialize.{times}", self._routes)
+                roots = sent_from_root(values, f"initialize.{times}", self._routes, self._turn)
                 received = [variable.assign(value) for variable, value in zip(shared, roots, strict=True)]
             with tf.control_dependencies(received):
                 assigned = self._start_from_centers()

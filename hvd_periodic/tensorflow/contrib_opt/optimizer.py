@@ -132,7 +132,8 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         synchronizer.average_within(self._averaged)
         synchronizer.check_agreement()
         turn = SessionTurns.of(synchronizer.membership)
-        self._initialization.begin_within(synchronizer.membership, global_step)
+        self._warmup.turn = turn
+        self._initialization.begin_within(synchronizer.membership, turn, global_step)
         with tf.device(None), self._getter.paused():
             self._create_slots_of(pairs)
             made = [*self.variables(), *(self._getter.made() if self._without_getter else [])]

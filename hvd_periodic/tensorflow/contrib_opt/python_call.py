@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -67,20 +68,26 @@ def python_call(
 
 
 def sent_from_root(
-    values: Sequence[tf.Tensor], name: str, routes: Callable[[], Sequence[tuple[Communicator, str, int]]]
+    values: Sequence[tf.Tensor],
+    name: str,
+    routes: Callable[[], Sequence[tuple[Communicator, str, int]]],
+    turn: Callable[[], AbstractContextManager[None]],
 ) -> list[tf.Tensor]:
     """Return the root's values, which ranks send as bytes, one after another, when the session runs.
+
+    Operations of several optimizers that one run of a session starts send in turns, in one order on all ranks.
 
     Args:
         values: this rank's values.
         name: of the collectives, after the prefix of each route.
         routes: returns, when the session runs, the communicators that carry each value one after another, each with
             a prefix of names and its root.
+        turn: the turn of the optimizer.
     """
 
     def call(*arrays: np.ndarray) -> list[np.ndarray]:
         taken = routes()
-        with eager():
+        with eager(), turn():
             return [sent(array, f"{name}.{i}", taken) for i, array in enumerate(arrays)]
 
     def sent(array: np.ndarray, label: str, taken: Sequence[tuple[Communicator, str, int]]) -> np.ndarray:

@@ -230,7 +230,7 @@ class SessionStartup:
         )
         store.load_variables()
         values = [store.read(bucket) for bucket in store.layout.buckets]
-        received = sent_from_root(values, name, self._synchronizer.membership.routes)
+        received = sent_from_root(values, name, self._synchronizer.membership.routes, self._turn)
         for bucket, value in zip(store.layout.buckets, received, strict=True):
             store.write(bucket, value)
         with tf.control_dependencies(store.tensors()):
