@@ -100,7 +100,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
         key = (operation, name, *options.values())
         if isinstance(buffer, np.ndarray):
             number, tensor = self.tracker.start_collective(), as_tensor(buffer)
-            called = self._called_apart(run, tensor, key) if several_threads() else run
+            called = self._as_function(run, tensor, key) if several_threads() else run
             future = _THREAD.submit(lambda: as_array(called(tensor)))
 
             def finish() -> np.ndarray:
@@ -111,7 +111,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
         result = self.tracker.run_blocking(lambda: run(buffer))
         return lambda: result
 
-    def _called_apart(
+    def _as_function(
         self, run: Callable[[Any], Any], buffer: tf.Tensor, key: tuple[Any, ...]
     ) -> Callable[[tf.Tensor], tf.Tensor]:
         """Return one collective as a function that is not inlined, in which it keeps its name.
@@ -124,13 +124,13 @@ class TensorFlowCommunicator(HorovodCommunicator):
         spec = tf.TensorSpec(buffer.shape, buffer.dtype)
         if (*key, spec) not in self._compiled:
 
-            def called_apart(value: Any) -> Any:
+            def not_inlined(value: Any) -> Any:
                 result = run(value)
                 tf.raw_ops.Assert(condition=True, data=[result])  # a side effect, so that the call must run
                 return result
 
             with tf.init_scope():
-                called = tf.function(called_apart, autograph=False, experimental_attributes={"_noinline": True})
+                called = tf.function(not_inlined, autograph=False, experimental_attributes={"_noinline": True})
                 self._compiled[*key, spec] = called.get_concrete_function(spec)
         return self._compiled[*key, spec]
 

@@ -130,8 +130,8 @@ class State(CommittedState, ObjectState):
         synchronizer.after_exchange = commit
         variables = [kept for kept in self._all_kept().values() if isinstance(kept, _KeptVariables)]
         others = [kept.synchronizer for kept in self._exchanging().values() if kept.synchronizer is not synchronizer]
-        synchronizer.watched = [variable for kept in variables for variable in kept.variables()]
-        synchronizer.watched += [variable for other in others for variable in other.seen()]
+        synchronizer.read_by_callback = [variable for kept in variables for variable in kept.variables()]
+        synchronizer.read_by_callback += [variable for other in others for variable in other.step_variables()]
 
     def _all_kept(self) -> dict[str, Committable]:
         """Return the committable object of everything, by name; of nested optimizers, the outermost first."""

@@ -39,7 +39,7 @@ class GradientPreparation:
     def __call__(self, gradients: list[Any], variables: list[Any]) -> tuple[list[Any], Any]:
         """Return the gradients for the local update, and whether it will run: a bool, or a boolean scalar tensor."""
         present = (v for v, gradient in zip(variables, gradients, strict=True) if gradient is not None)
-        self._synchronizer.replica.seen.update(map(self._index_of, present))
+        self._synchronizer.replica.with_gradients.update(map(self._index_of, present))
         gradients = self._averaged(gradients, variables)
         updated, scale = self._updates(gradients)
         if self._synchronizer.algorithm.uses_gradients and updated is not False:

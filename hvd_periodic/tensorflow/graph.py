@@ -41,7 +41,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     Attributes:
         after_exchange: called at the end of every step with an exchange.
-        watched: variables that ``after_exchange`` reads.
+        read_by_callback: variables that ``after_exchange`` reads.
     """
 
     replica: Any
@@ -67,7 +67,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self._new_variable, self._rate, self._lands = new_variable, learning_rate, options.get("overlap", 0) != 0
         self._values = replica.values
         super().__init__(replica, *arguments, **options)
-        self.watched: list[tf.Variable] = []
+        self.read_by_callback: list[tf.Variable] = []
         self._local: KerasOptimizerState | None = options.get("local_optimizer")
         alone = self.exchanger.worker is not None
         self.replica.refuse_constraints(self.tensor_groups.parameters.center.layout, alone)
@@ -201,7 +201,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.replica.gradients = list(gradients)
         if len(self.replica.gradients) != parameters:
             raise ValueError(f"{parameters} parameters take as many gradients. Received: {len(self.replica.gradients)}")
-        self.replica.seen.update(i for i, gradient in enumerate(gradients) if gradient is not None)
+        self.replica.with_gradients.update(i for i, gradient in enumerate(gradients) if gradient is not None)
         super().prepare_gradients()
         prepared: list[Any] = self.replica.gradients
         self.replica.gradients = [None] * parameters
@@ -276,7 +276,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             self.replica.values.release()
             self.after_exchange()
 
-    def seen(self) -> list[tf.Variable]:
+    def step_variables(self) -> list[tf.Variable]:
         """Return the variables of steps that exchanges or :attr:`after_exchange` may read or assign."""
         stores, others, _ = self._hosted_variables()
         found = [*(variable for store in stores for variable in store.tensors()), *others]
@@ -307,7 +307,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
                 lent += group.center_state.values()
         counters, *stores = self.stores(of_center=whole)
         stores = [store for store in stores if all(store is not other for other in lent)]
-        others = [*([] if replica.constants is None else replica.constants.tensors()), *self.watched]
+        others = [*([] if replica.constants is None else replica.constants.tensors()), *self.read_by_callback]
         if self._local is not None:
             if self.exchanger.context.optimizer_state is not None or self.exchanger.finite.skips:
                 stores += self._local.stores()

@@ -249,7 +249,7 @@ class TensorFlowMemory:
             return tf.constant(array)
 
 
-def apart_from(array: np.ndarray, given: set[int]) -> np.ndarray:
+def copied_if_in(array: np.ndarray, given: set[int]) -> np.ndarray:
     """Return an array, or a copy if it is a view of memory at one of the addresses in ``given``."""
     owner = array
     while isinstance(owner.base, np.ndarray):

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.tensorflow.host import outside
-from hvd_periodic.tensorflow.host_values import Blocks, HostValues, address_of, apart_from, key_of
+from hvd_periodic.tensorflow.host_values import Blocks, HostValues, address_of, copied_if_in, key_of
 from hvd_periodic.vectors.layout import Bucket
 from hvd_periodic.vectors.store import Store
 
@@ -81,7 +81,7 @@ def on_arrays(
             run(*more)
             changed = [values.changed(store, of_run) for store, of_run in given.runs]
             after = [
-                apart_from(store.read(block), theirs) if is_changed else np.empty(0, block.kind)
+                copied_if_in(store.read(block), theirs) if is_changed else np.empty(0, block.kind)
                 for is_changed, (store, of_run) in zip(changed, given.runs, strict=True)
                 for block in of_run
             ]

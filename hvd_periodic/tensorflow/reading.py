@@ -47,14 +47,6 @@ class VariableCenterReader(CenterReader[Any]):
             finally:
                 self._hold(False)
 
-    def distance(self, begin: Callable[[], object]) -> float:
-        """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
-        with self._exchanger.context.membership.communicator.tracker.at("distance()"):
-            self.meet_to_read()
-            self._exchanger.wait_and_update_centers()
-            self.follow_equal_replicas()
-            return float(self._exchanger.tensor_groups.distance())
-
     def misfit(self) -> str | None:
         """Return why this rank cannot read the center, or None."""
         return super().misfit() or (None if self.share_problem is None else self.share_problem())

@@ -70,7 +70,7 @@ class VariableReplica(Replica[Any]):
         values: reads and writes the variables while Python exchanges for a compiled step.
         tensor_space: vector operations for the local rule, which a step runs on tensors.
         gradients: gradients of the parameters, in their order; the algorithm's local rule reads and may replace them.
-        seen: indices of parameters that have had a gradient, in a step that ran or was compiled.
+        with_gradients: indices of parameters that have had a gradient, in a step that ran or was compiled.
 
     Raises:
         TypeError: a parameter cannot be averaged.
@@ -109,7 +109,7 @@ class VariableReplica(Replica[Any]):
         self.named = named
         self.bucket_bytes = bucket_bytes
         self.gradients: list[Any] = [None] * len(named.parameters)
-        self.seen: set[int] = set()
+        self.with_gradients: set[int] = set()
         self.values = HostValues()
         exchanged = (named.parameters, named.averaged, named.counted, named.followed)
         here = all(is_in_host_memory(variable) for role in exchanged for _, variable in role)
@@ -170,7 +170,7 @@ class VariableReplica(Replica[Any]):
 
     def with_gradient(self, among: Set[int]) -> Set[int]:
         """Return the parameters, among the given ones, that have had a gradient."""
-        return among & self.seen
+        return among & self.with_gradients
 
     def unexchanged(self) -> dict[str, tf.Variable]:
         """Return the weights that are constants by default."""

@@ -332,6 +332,21 @@ def test_training_starts_from_weights_that_were_set_after_the_optimizer_was_buil
     assert model.optimizer.synchronizer.rounds == 1
 
 
+@pytest.mark.parametrize("center", ["root", "sharded"])
+def test_the_distance_before_the_first_step(center: str) -> None:
+    """All ranks start from the root's values first, as they do before they read the center."""
+
+    def work(communicator: Communicator) -> Any:
+        w = parameter([0.0, 1.0])
+        options: dict[str, Any] = {"center": center, "process_set": Delegate(communicator)}
+        optimizer = easgd(keras.optimizers.SGD(0.1), **options)
+        optimizer.build([w])
+        w.assign([3.0 * communicator.rank, 1.0])
+        return optimizer.synchronizer.distance(), w.numpy().tolist()
+
+    assert run_ranks(2, work) == [(0.0, [0.0, 1.0])] * 2
+
+
 # Saving and loading
 
 
