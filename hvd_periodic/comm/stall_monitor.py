@@ -124,6 +124,8 @@ class StallMonitor:
     def close(self) -> None:
         """End the thread."""
         self._closed = True
+        with suppress(OSError):
+            self._sockets[0].sendto(b"", self.own.addresses[0])  # It need not wait for its next look.
         self._thread.join()
         self._readable.close()
         for each in self._sockets:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from hvd_periodic.comm import collective_tracker
 from hvd_periodic.comm.collective_tracker import CollectiveTracker, Wait
 from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.comm.stall_monitor import VARIABLE, StallMonitor, warn_seconds
@@ -42,11 +43,12 @@ class Rank:
 
 
 @contextmanager
-def ranks(count: int, warns_after: float = 0.05) -> Iterator[list[Rank]]:
+def ranks(count: int, warns_after: float = 0.05, timeout: float | None = None) -> Iterator[list[Rank]]:
     """Ranks that have met; each with a thread of its own that answers, and the first one warns."""
     made = []
     for rank in range(count):
         tracker = CollectiveTracker("some ranks", rank, range(count))
+        tracker.limit(timeout)
         tracker.begun = 10 * rank  # They need not have counted from the same place before they met.
         warns = warns_after if rank == 0 else 0
         made.append(Rank(tracker, StallMonitor(warns, True, lambda tracker=tracker: [tracker])))
@@ -140,7 +142,10 @@ def test_a_rank_that_waits_elsewhere_says_for_what(heard: Heard) -> None:
     assert heard.texts[0].endswith("in center()")
 
 
-def test_a_rank_that_does_not_answer_is_named_with_the_step_of_the_last_meeting(heard: Heard) -> None:
+def test_a_rank_that_does_not_answer_is_named_with_the_step_of_the_last_meeting(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective_tracker, "_PATIENCE", 0.1)
     with ranks(2) as (first, second):
         second.monitor.close()
         second.monitor.close = lambda: None  # type: ignore[method-assign]
@@ -177,18 +182,17 @@ def test_nobody_is_accused_before_ranks_have_met(heard: Heard) -> None:
 
 
 def test_warnings_come_at_growing_intervals(heard: Heard) -> None:
-    with ranks(2) as (first, _):
+    with ranks(2, warns_after=0.02) as (first, _):
         done = threading.Event()
         thread, _ = wait_in_thread(first, lambda: len(heard.texts) >= 4 or done.is_set())
         thread.join(PATIENCE)
     waited = [float(text.split("waited ")[1].split(" s in")[0]) for text in heard.texts]
     assert waited == sorted(waited)
-    assert waited[3] >= 8 * 0.05, "doubled three times"
+    assert waited[3] >= 8 * 0.02, "doubled three times"
 
 
 def test_waiting_too_long_is_an_error(heard: Heard) -> None:
-    with ranks(2, warns_after=0) as (first, _):
-        first.tracker.limit(0.1)
+    with ranks(2, warns_after=0, timeout=0.1) as (first, _):
         thread, errors = wait_in_thread(first, lambda: False)
         thread.join(PATIENCE)
     assert [type(error) for error in errors] == [TimeoutError]
@@ -242,9 +246,9 @@ def test_who_holds_the_others_up_is_given_up_under_elastic_horovod(
     """It ends, and of those that wait nobody does: Horovod will tell them."""
     ended = threading.Event()
     monkeypatch.setattr("os._exit", lambda code: ended.set())
-    with ranks(3, warns_after=0) as (first, second, third):
+    with ranks(3, warns_after=0, timeout=0.2) as (first, second, third):
         for rank in (first, second, third):
-            rank.tracker.elastic, rank.tracker.timeout = True, 0.2
+            rank.tracker.elastic = True
         done = threading.Event()
         threads, errors = zip(*(wait_in_thread(rank, done.is_set) for rank in (first, third)), strict=True)
         assert ended.wait(PATIENCE)
