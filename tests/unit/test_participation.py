@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import AGN, BMUF, EASGD, Algorithm, Averaging, Communicator, Compression, DiLoCo, SlowMo
+from hvd_periodic import (
+    AGN,
+    BMUF,
+    EASGD,
+    Algorithm,
+    Averaging,
+    Communicator,
+    Compression,
+    DiLoCo,
+    PostLocal,
+    SlowMo,
+)
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import Array, errors, run_ranks
 
@@ -223,3 +234,13 @@ def test_asynchronous_exchange_has_local_parameters_and_none_of_the_root() -> No
     assert (model["x"].tolist(), model["own"].tolist()) == ([1.375], [2.0])
     with pytest.raises(ValueError, match="parameters='broadcast' is for synchronous exchange"):
         PeriodicOptimizer(SGD(1.0), model, parameters={"own": "broadcast"}, **options)
+
+
+def test_a_warmup_that_averages_all_gradients_is_refused() -> None:
+    schedule = PostLocal(start=2, period=2).around_averaging()
+    with pytest.raises(
+        ValueError, match="`parameters` cannot be 'local' or 'broadcast' as long as gradients are avera"
+    ):
+        PeriodicOptimizer(
+            SGD(1.0), {"x": np.zeros(1), "own": np.zeros(1)}, Averaging(), schedule, parameters={"own": "local"}
+        )
