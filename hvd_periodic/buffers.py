@@ -1,9 +1,10 @@
-"""Policies for exchanged tensors that have no gradient: buffers of modules, weights of Keras models."""
+"""Policies for tensors at an exchange, by name: for buffers of modules, weights of Keras models, and parameters."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -19,53 +20,87 @@ Policies: TypeAlias = str | Mapping[str, str] | Callable[[str, Any], str | None]
 _STATISTICS = {"running", "moving", "mean", "var", "variance", "std", "num", "count"}
 """Words in a name that mark a tensor as a statistic: running_mean, moving_variance, num_batches_tracked."""
 
-_CHOICES = f"one of {POLICIES}, a dict from patterns of names to these, or a function (name, tensor) to one of these"
+NONE_AVERAGED = ", without those that `parameters` makes 'local' or 'broadcast'"
+"""The end of an error message: no parameter is left to exchange."""
 
 _LISTED = 20
 """Number of names that an error message lists."""
 
 
-def check_policies(buffers: Policies) -> None:
-    """Raise unless this is a valid value of the argument.
+@dataclass(frozen=True)
+class PolicyArgument:
+    """An argument that takes policies.
 
-    Raises:
-        TypeError: it has none of the allowed types.
-        ValueError: an unknown policy.
+    Attributes:
+        name: its name.
+        noun: what it applies to.
+        policies: the policies that it takes.
+
+    Example:
+        >>> PARAMETERS.policy_of({"head.*": "local"}, "head.weight", None)
+        'local'
+        >>> PARAMETERS.policy_of({"head.*": "local"}, "body.weight", None) is None
+        True
     """
-    if isinstance(buffers, str):
-        _check(buffers, "buffers")
-    elif isinstance(buffers, Mapping):
-        for pattern, policy in buffers.items():
-            _check(policy, f"buffers[{pattern!r}]")
-    elif buffers is not None and not callable(buffers):
-        raise TypeError(f"`buffers` must be {_CHOICES}. Received: {type(buffers).__name__}")
+
+    name: str
+    noun: str
+    policies: tuple[str, ...]
+
+    def check(self, given: Policies) -> None:
+        """Raise unless this is a valid value of the argument.
+
+        Raises:
+            TypeError: it has none of the allowed types.
+            ValueError: an unknown policy.
+        """
+        if isinstance(given, str):
+            self._check(given, self.name)
+        elif isinstance(given, Mapping):
+            for pattern, policy in given.items():
+                self._check(policy, f"{self.name}[{pattern!r}]")
+        elif given is not None and not callable(given):
+            raise TypeError(f"`{self.name}` must be {self._choices}. Received: {type(given).__name__}")
+
+    def check_patterns(self, given: Policies, names: Sequence[str]) -> None:
+        """Raise a ValueError if a pattern matches none of the names."""
+        for pattern in given if isinstance(given, Mapping) else ():
+            if not any(fnmatchcase(name, pattern) for name in names):
+                more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+                raise ValueError(
+                    f"`{self.name}` has a pattern that matches no {self.noun}: {pattern!r}. There are "
+                    f"{', '.join(names[:_LISTED]) or f'no {self.noun}s'}{more}"
+                )
+
+    def policy_of(self, given: Policies, name: str, tensor: Any) -> str | None:
+        """Return the policy that was asked for one tensor; None if its name decides.
+
+        Raises:
+            ValueError: a function returned an unknown policy.
+        """
+        if isinstance(given, Mapping):
+            return next((policy for pattern, policy in given.items() if fnmatchcase(name, pattern)), None)
+        if not callable(given):
+            return given
+        policy = given(name, tensor)
+        if policy is not None:
+            self._check(policy, f"{self.name}({name!r}, ...)")
+        return policy
+
+    @property
+    def _choices(self) -> str:
+        return (
+            f"one of {self.policies}, a dict from patterns of names to these, or a function (name, tensor) to one of "
+            "these"
+        )
+
+    def _check(self, policy: object, argument: str) -> None:
+        if policy not in self.policies:
+            raise ValueError(f"`{argument}` must be {self._choices}. Received: {argument}={policy!r}")
 
 
-def check_patterns(buffers: Policies, names: Sequence[str]) -> None:
-    """Raise a ValueError if a pattern matches none of the names."""
-    for pattern in buffers if isinstance(buffers, Mapping) else ():
-        if not any(fnmatchcase(name, pattern) for name in names):
-            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-            raise ValueError(
-                f"`buffers` has a pattern that matches no buffer: {pattern!r}. There are "
-                f"{', '.join(names[:_LISTED]) or 'no buffers'}{more}"
-            )
-
-
-def policy_asked_for(buffers: Policies, name: str, tensor: Any) -> str | None:
-    """Return the policy that was asked for one tensor; None if its name decides.
-
-    Raises:
-        ValueError: a function returned an unknown policy.
-    """
-    if isinstance(buffers, Mapping):
-        return next((policy for pattern, policy in buffers.items() if fnmatchcase(name, pattern)), None)
-    if not callable(buffers):
-        return buffers
-    policy = buffers(name, tensor)
-    if policy is not None:
-        _check(policy, f"buffers({name!r}, ...)")
-    return policy
+BUFFERS = PolicyArgument("buffers", "buffer", POLICIES)
+PARAMETERS = PolicyArgument("parameters", "parameter", (AVERAGE, BROADCAST, LOCAL))
 
 
 def is_statistic(name: str) -> bool:
@@ -78,6 +113,16 @@ def is_statistic(name: str) -> bool:
     return not _STATISTICS.isdisjoint(re.split("[./]", name)[-1].split("_"))
 
 
-def _check(policy: object, argument: str) -> None:
-    if policy not in POLICIES:
-        raise ValueError(f"`{argument}` must be {_CHOICES}. Received: {argument}={policy!r}")
+def participation_of(parameters: Policies, named: Sequence[tuple[str, Any]]) -> dict[str, str]:
+    """Return the policy of each parameter, by name.
+
+    Raises:
+        TypeError, ValueError: as :class:`PolicyArgument` raises.
+
+    Example:
+        >>> participation_of({"head.*": "local"}, [("body.weight", None), ("head.weight", None)])
+        {'body.weight': 'average', 'head.weight': 'local'}
+    """
+    PARAMETERS.check(parameters)
+    PARAMETERS.check_patterns(parameters, [name for name, _ in named])
+    return {name: PARAMETERS.policy_of(parameters, name, tensor) or AVERAGE for name, tensor in named}

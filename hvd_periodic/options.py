@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Annotated, Any, ParamSpec, TypedDict, cast, get_type_hints
 
+from hvd_periodic.buffers import Policies
 from hvd_periodic.local_state import LocalStateLike
 from hvd_periodic.wires.compression import Compression
 
@@ -85,6 +86,12 @@ class Options(ExchangeOptions, total=False):
     To add an option, declare it here or in :class:`ExchangeOptions`; every constructor then takes it.
 
     Attributes:
+        parameters: policies for the trainable parameters. ``"average"``: the algorithm exchanges them; ``"broadcast"``:
+            at every exchange all ranks take the values of ``root_rank``; ``"local"``: every rank trains its own, which
+            are neither exchanged nor started from the root's, and may have other names and shapes than another rank's.
+            Pass a dict from name patterns to policies, in which the first match counts, such as ``{"experts.*":
+            "local"}``; or a function (name, parameter) that returns a policy or None. Default, and for parameters that
+            a dict or function leaves open: ``"average"``.
         root_rank: the rank, in the job's numbering, from whose values all ranks start. Default: the first.
         process_set: the Horovod process set that exchanges, default all ranks; any
             :class:`~hvd_periodic.Communicator`; in PyTorch and Keras also a function that returns the ranks of this
@@ -94,6 +101,7 @@ class Options(ExchangeOptions, total=False):
             default: this process alone.
     """
 
+    parameters: Annotated[Policies, None]
     root_rank: Annotated[int | None, None]
     process_set: Annotated[Any, None]
 

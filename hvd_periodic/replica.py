@@ -29,9 +29,11 @@ class Replica(Protocol, Generic[V]):
         buffers: real-valued statistics that are averaged at every exchange; None if there are none.
         integers: counters that take their largest value over all ranks at every exchange; None if there are none.
         from_root: tensors that take the root's values at every exchange; None if there are none.
+        parameters_from_root: parameters that take the root's values at every exchange; None if there are none.
         constants: tensors that the root broadcasts at the start and no exchange touches; None if there are none.
         in_host_memory: vectors are in host memory and can be used there at once.
         reuses_memory: messages of one exchange are formed in the memory of those before, see :meth:`scratch`.
+        keeps_own: whether some parameters are not exchanged, so that every rank has its own.
         may_be_left_out: an exchange may exclude this rank; false if other ranks hold parts of the same replica.
         framework: name and version of the framework, for display.
         uncounted: the error if the local optimizer has taken a step that was not counted; None if no such step is
@@ -49,9 +51,11 @@ class Replica(Protocol, Generic[V]):
     buffers: Store[V] | None = None
     integers: Store[V] | None = None
     from_root: Store[V] | None = None
+    parameters_from_root: Store[V] | None = None
     constants: Store[V] | None = None
     in_host_memory: bool = False
     reuses_memory: bool = True
+    keeps_own: bool = False
     may_be_left_out: bool = True
     framework: str = ""
     uncounted: str | None = None

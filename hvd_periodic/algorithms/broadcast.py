@@ -19,17 +19,24 @@ class Broadcast(Algorithm):
 
     For values that have no mean, such as a queue of samples and the index of its end: exact, and for any type.
 
+    Args:
+        argument: the argument by which the user has asked for it.
+
     Example:
         >>> Broadcast().reduction
         'root'
     """
+
+    argument: str = "buffers"
 
     reduction: ClassVar[str] = "root"
     reads_before: ClassVar[bool] = False
 
     def asynchronous_variant(self, size: int) -> Algorithm:
         """Raise: the root does not take part when another worker exchanges."""
-        raise ValueError("buffers='broadcast' is for synchronous exchange, in which the root takes part: use 'local'")
+        raise ValueError(
+            f"{self.argument}='broadcast' is for synchronous exchange, in which the root takes part: use 'local'"
+        )
 
     def message(
         self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None

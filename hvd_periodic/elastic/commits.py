@@ -429,6 +429,7 @@ def refuse_fixed(name: str, synchronizer: ReplicaSynchronizer[Any], averages: bo
     communicator = synchronizer.membership.communicator.handshake_group
     within = getattr(getattr(communicator, "process_set", None), "process_set_id", type(communicator).__name__)
     refused = {
+        "has 'local' `parameters`, which no rank has for one that joins": synchronizer.replica.keeps_own,
         "exchanges asynchronously, and MPI ends with the first rank": synchronizer.exchanger.worker is not None,
         "wraps an hvd.DistributedOptimizer, whose ranks have to agree at every step": averages,
         f"exchanges within process set {within}, with which Horovod ends all ranks when one is lost; use "

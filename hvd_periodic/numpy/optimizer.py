@@ -67,7 +67,7 @@ class PeriodicOptimizer:
         name = comm.unique_name(options["timeout_seconds"])
 
         def build() -> ReplicaSynchronizer[Array]:
-            replica = NumpyReplica(model)
+            replica = NumpyReplica(model, parameters=options["parameters"])
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             moving = made.outer_optimizer(optimizer, outer_optimizer)
             return ReplicaSynchronizer(
@@ -79,7 +79,7 @@ class PeriodicOptimizer:
                 name,
                 asynchronous=asynchronous,
                 outer=None if moving is None else ArrayOuterOptimizer(moving),
-                rates=LearningRates(lambda: [_learning_rate(optimizer)] * len(replica.arrays)),
+                rates=LearningRates(lambda: [_learning_rate(optimizer)] * len(replica.exchanged)),
                 local_optimizer=ArrayOptimizerState(optimizer, replica),
                 **of_exchange(options),
             )

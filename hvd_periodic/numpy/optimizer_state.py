@@ -31,9 +31,10 @@ class ArrayOptimizerState:
         self._start: Mapping[str, Sequence[tuple[str, Array]]] = {}
 
     def entries(self) -> Mapping[str, Sequence[tuple[str, Array]]]:
-        """Return the lists by attribute name."""
+        """Return the lists by attribute name, without the arrays that are not averaged."""
+        names, exchanged = self._replica.names, self._replica.exchanged
         return {
-            name: list(zip(self._replica.names, value, strict=True))
+            name: [(names[i], value[i]) for i in exchanged]
             for name, value in vars(self._optimizer).items()
             if isinstance(value, list) and self._is_state(value)
         }

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.buffers import AVERAGE, BROADCAST, NONE_AVERAGED, Policies, participation_of
 from hvd_periodic.named import unique_pairs
 from hvd_periodic.numpy.sgd import Array
 from hvd_periodic.replica import SOME, Replica
@@ -21,14 +22,27 @@ NamedArrays = Mapping[str, Array] | Iterable[tuple[str, Array]]
 
 
 class NumpyReplica(Replica[Array]):
-    """Named numpy arrays as a replica; 16-bit arrays have a float32 center."""
+    """Named numpy arrays as a replica; 16-bit arrays have a float32 center.
+
+    Args:
+        model: a dict, or (name, array) pairs.
+        bucket_bytes: maximum bytes that one collective carries.
+        parameters: policies of the arrays, see :class:`~hvd_periodic.options.Options`.
+
+    Attributes:
+        names: names of all arrays, which the local optimizer steps.
+        arrays: the arrays.
+        gradients: their gradients.
+    """
 
     in_host_memory = True
     framework = f"numpy {np.__version__}"
     how_to_exclude = "Leave them out of the arrays that the optimizer is given"
 
     @renamed(named_parameters="model")
-    def __init__(self, model: NamedArrays, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+    def __init__(
+        self, model: NamedArrays, bucket_bytes: int = DEFAULT_BUCKET_BYTES, parameters: Policies = None
+    ) -> None:
         pairs = model.items() if isinstance(model, Mapping) else model
         self.names, self.arrays = [], []
         for name, array in unique_pairs(pairs):
@@ -37,12 +51,22 @@ class NumpyReplica(Replica[Array]):
                 raise TypeError(f"Parameter {name!r} must be a numpy array of floating point. Received: {found}")
             self.names.append(name)
             self.arrays.append(array)
-        if not any(array.size for array in self.arrays):
-            raise ValueError("`model` must hold at least one element. Received: no parameters")
+        named = list(zip(self.names, self.arrays, strict=True))
+        participation = participation_of(parameters, named)
+        averaged, following = (
+            [pair for pair in named if participation[pair[0]] == policy] for policy in (AVERAGE, BROADCAST)
+        )
+        if not any(array.size for _, array in averaged):
+            found = f"{len(named)} parameters{NONE_AVERAGED}" if len(averaged) < len(named) else "no parameters"
+            raise ValueError(f"`model` must hold at least one element. Received: {found}")
+        self.keeps_own = len(averaged) + len(following) < len(named)
+        self.exchanged = [i for i, name in enumerate(self.names) if participation[name] == AVERAGE]
+        """Indices of the arrays on which the algorithm acts."""
         self.space: VectorSpace[Array] = VectorSpace()
         self.gradients: list[Array | None] = [None] * len(self.arrays)
         self._bucket_bytes = bucket_bytes
-        self.parameters: Store[Array] = self.store_of(list(zip(self.names, self.arrays, strict=True)))
+        self.parameters: Store[Array] = self.store_of(averaged)
+        self.parameters_from_root: Store[Array] | None = self.store_of(following) if following else None
         self._signature = [(array.shape, array.dtype) for array in self.arrays]
 
     def store_of(self, named: Sequence[tuple[str, Array]]) -> Store[Array]:
@@ -56,11 +80,12 @@ class NumpyReplica(Replica[Array]):
 
     def facts(self) -> dict[str, object]:
         """Return names, shapes and dtypes."""
-        arrays = zip(self.names, self.arrays, strict=True)
-        return {
-            "number of parameters": len(self.arrays),
-            **{f"parameter {i}": f"{n} {a.dtype}{list(a.shape)}" for i, (n, a) in enumerate(arrays)},
-        }
+        facts: dict[str, object] = {}
+        for role, store in {"parameter": self.parameters, "parameter from the root": self.parameters_from_root}.items():
+            arrays = [] if store is None else list(zip(store.layout.specs, store.tensors(), strict=True))
+            facts[f"number of {role}s"] = len(arrays)
+            facts |= {f"{role} {i}": f"{spec.name} {a.dtype}{list(a.shape)}" for i, (spec, a) in enumerate(arrays)}
+        return facts
 
     def changes(self) -> str | None:
         """Return a message about an array whose shape or dtype has changed, or None."""
@@ -91,19 +116,20 @@ class NumpyReplica(Replica[Array]):
             raise RuntimeError(problem)
         views = {key: store.tensors() for key, store in worker.items()}
         present = 0
-        for i, (x, g) in enumerate(zip(self.arrays, self.gradients, strict=True)):
+        for i, position in enumerate(self.exchanged):
+            g = self.gradients[position]
             if g is None:
                 continue
             present = 1
             old = {key: tensors[i] for key, tensors in views.items()}
-            self.gradients[i], new = algorithm.local(self.space, x, g, old)
+            self.gradients[position], new = algorithm.local(self.space, self.arrays[position], g, old)
             for key, value in new.items():
                 old[key][...] = value
         return present
 
     def with_gradient(self, among: Set[int]) -> Set[int]:
         """Return the parameters that have a gradient."""
-        return {i for i in among if self.gradients[i] is not None}
+        return {i for i in among if self.gradients[self.exchanged[i]] is not None}
 
     def some_of(self, tensor: Array) -> np.ndarray:
         """Return some elements."""

@@ -7,7 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.replica import Replica
-from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.sync.tensor_groups import FROM_ROOT, TensorGroups
 from hvd_periodic.wires.base import Wire
 
 V = TypeVar("V")
@@ -117,7 +117,8 @@ class Finite(Generic[V]):
     def _name_in(self, group: TensorGroup[V]) -> str | None:
         """Return a format for readable names of a group's tensors; None if this rank's tensors need no check."""
         if group.algorithm.reduction == "root":
-            return "buffer {!r} of the root" if self._membership.is_root else None
+            noun = "parameter" if group.name == FROM_ROOT else "buffer"
+            return f"{noun} {{!r}} of the root" if self._membership.is_root else None
         return "statistic {!r}" if group.algorithm.reduction == "sum" else None
 
     def _is_right(self, checked: Checked) -> bool:

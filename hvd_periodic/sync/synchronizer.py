@@ -185,6 +185,11 @@ class ReplicaSynchronizer(Generic[V]):
         self.progress = self.new_progress(schedule)
         self.planner = Planner(schedule, self.membership)
         self.warmup = SynchronousWarmup(self.planner, self.progress)
+        if self.warmup.until is not None and (replica.keeps_own or replica.parameters_from_root is not None):
+            raise ValueError(
+                "`parameters` cannot be 'local' or 'broadcast' as long as gradients are averaged over the ranks that "
+                f"exchange, as in {schedule!r}: leave out PostLocal, or `parameters`"
+            )
         follower = self.exchanged.hyperparameters
         self.handshake = Handshake(self.membership, self.progress, self.planner, follower, state, counts)
         communicator.tracker.limit(timeout_seconds)

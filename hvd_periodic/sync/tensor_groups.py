@@ -27,6 +27,9 @@ from hvd_periodic.wires.plain import Plain
 
 V = TypeVar("V")
 
+FROM_ROOT = "parameters_from_root"
+"""Name of the group of parameters that take the root's values."""
+
 
 class TensorGroups(Generic[V]):
     """All tensor groups of a rank: the parameters, and several kinds of statistics.
@@ -38,7 +41,8 @@ class TensorGroups(Generic[V]):
 
     Attributes:
         parameters: the group on which the algorithm acts.
-        statistics: the groups that are exchanged with it by fixed rules.
+        statistics: the groups that are exchanged with it by fixed rules: statistics, and parameters that follow the
+            root.
     """
 
     def __init__(self, groups: Sequence[TensorGroup[V]], replica: Replica[V], membership: Membership) -> None:
@@ -55,6 +59,11 @@ class TensorGroups(Generic[V]):
         If gradients are averaged within groups of ranks, centers of statistics differ between the ranks of a group.
         """
         return self._groups if self._membership.group is None else self._groups[:1]
+
+    @property
+    def _trained(self) -> list[TensorGroup[V]]:
+        """The groups of parameters: those on which the algorithm acts, and those that follow the root."""
+        return [self.parameters, *(group for group in self.statistics if group.name == FROM_ROOT)]
 
     def reset(self) -> None:
         """Set the centers to the values of this rank, and forget what was accumulated."""
@@ -121,7 +130,7 @@ class TensorGroups(Generic[V]):
 
     def replica_digest(self) -> str:
         """Return a text that is equal on two ranks if neither has to take over the other's values."""
-        return f"{self.digest([self.parameters.values])} {self._replica.frozen().hex()}"
+        return f"{self.digest(group.values for group in self._trained)} {self._replica.frozen().hex()}"
 
     def digest(self, stores: Iterable[Store[Any]]) -> str:
         """Return a text that is equal for bitwise equal values; empty without stores."""
@@ -134,12 +143,13 @@ class TensorGroups(Generic[V]):
 
     def distance(self) -> Any:
         """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
-        group, replica, total = self.parameters, self._replica, 0.0
-        for bucket in group.values.layout.buckets:
-            x = group.values.read(bucket, out=replica.scratch(bucket, 0))
-            center = group.fetch(bucket)
-            d = replica.space.sub(x, center, out=replica.scratch(bucket, 1))
-            total += replica.space.dot(d, d)
+        replica, total = self._replica, 0.0
+        for group in self._trained:
+            for bucket in group.values.layout.buckets:
+                x = group.values.read(bucket, out=replica.scratch(bucket, 0))
+                center = group.fetch(bucket)
+                d = replica.space.sub(x, center, out=replica.scratch(bucket, 1))
+                total += replica.space.dot(d, d)
         return total**0.5
 
 
@@ -207,6 +217,7 @@ class ExchangeSpec(Generic[V]):
         replica = self.replica
         kinds = [
             ("parameters", replica.parameters, self.algorithm),
+            (FROM_ROOT, replica.parameters_from_root, Broadcast("parameters")),
             ("buffers", replica.buffers, Statistics()),
             ("integers", replica.integers, Maximum()),
             ("from_root", replica.from_root, Broadcast()),

@@ -67,14 +67,14 @@ class GradientPreparation:
         """Return the gradients after the algorithm's local rule, which sees them without their scale."""
         pairs = zip(variables, gradients, strict=True)
         position = [self._index_of(variable) for variable, gradient in pairs if gradient is not None]
-        parameters = len(self._synchronizer.replica.parameters.layout.specs)
+        trained = len(self._synchronizer.replica.gradients)
 
         def unscaled(gradient: Any) -> Any:
             """Return a gradient without its scale, in a dtype in which it does not underflow."""
             return scaled(1.0 / scale, tf.cast(gradient, accumulation_dtype(gradient.dtype)))
 
         def show(present: list[Any]) -> list[Any]:
-            shown: list[Any] = [None] * parameters
+            shown: list[Any] = [None] * trained
             for index, gradient in zip(position, present, strict=True):
                 shown[index] = gradient if scale is None else unscaled(gradient)
             shown = self._synchronizer.prepare_gradients(shown)

@@ -197,14 +197,14 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             RuntimeError: called inside ``center()``.
             ValueError: the numbers of gradients and parameters differ.
         """
-        parameters = len(self.replica.parameters.layout.specs)
+        trained = len(self.replica.gradients)
         self.replica.gradients = list(gradients)
-        if len(self.replica.gradients) != parameters:
-            raise ValueError(f"{parameters} parameters take as many gradients. Received: {len(self.replica.gradients)}")
+        if len(self.replica.gradients) != trained:
+            raise ValueError(f"{trained} parameters take as many gradients. Received: {len(self.replica.gradients)}")
         self.replica.with_gradients.update(i for i, gradient in enumerate(gradients) if gradient is not None)
         super().prepare_gradients()
         prepared: list[Any] = self.replica.gradients
-        self.replica.gradients = [None] * parameters
+        self.replica.gradients = [None] * trained
         return prepared
 
     @tf.autograph.experimental.do_not_convert

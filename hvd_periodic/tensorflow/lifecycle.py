@@ -120,7 +120,8 @@ class ExchangeLifecycle:
         if self.optimizer.stage >= Stage.CREATED:
             return
         spec, options, binding = self.spec, self.spec.options, self.binding
-        named = named_variables(self.optimizer._trainable_variables, self.model(), options["buffers"])
+        trained = self.optimizer._trainable_variables
+        named = named_variables(trained, self.model(), options["buffers"], options["parameters"])
         replica = VariableReplica(named, self._new_variable, forget_variable=self.saved.variables.pop)
         ranks, root = binding.communicator, 0
         sums = as_wire(options["compression"]).forms_sums(ranks, False)

@@ -13,14 +13,13 @@ import tensorflow as tf
 from hvd_periodic.buffers import (
     AVERAGE,
     BROADCAST,
+    BUFFERS,
     LOCAL,
     MAXIMUM,
     POLICIES,
     Policies,
-    check_patterns,
-    check_policies,
     is_statistic,
-    policy_asked_for,
+    participation_of,
 )
 from hvd_periodic.tensorflow.private import all_layers, made_untrainable
 from hvd_periodic.tensorflow.replica import NamedVariables
@@ -97,7 +96,7 @@ def check_policy(buffers: Policies, model: object, loaded: bool = False) -> None
         TypeError: the model or the policies have another type.
         ValueError: a policy is unknown, or needs a model and there is none.
     """
-    check_policies(buffers)
+    BUFFERS.check(buffers)
     if model is not None and not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a keras.Model. Received: {described(model)}")
     if buffers not in (None, LOCAL) and model is None and not loaded:
@@ -105,23 +104,27 @@ def check_policy(buffers: Policies, model: object, loaded: bool = False) -> None
 
 
 def named_variables(
-    parameters: Iterable[AnyVariable], model: keras.Model | None = None, buffers: Policies = None
+    trainable: Iterable[AnyVariable],
+    model: keras.Model | None = None,
+    buffers: Policies = None,
+    parameters: Policies = None,
 ) -> NamedVariables:
     """Return variables by role.
 
     Args:
-        parameters: the trained variables.
+        trainable: the trained variables.
         model: the model to which they belong. Its other weights are exchanged according to ``buffers``, or broadcast at
             the start. Seeds and metrics stay local.
         buffers: a policy for the layers' variables that are neither trainable nor frozen weights; or policies by
             patterns or by a function, for all weights that are not trained. Default: the mean of variables whose names
             mark them as statistics, and the maximum of integers.
+        parameters: policies of the trained variables, see :class:`~hvd_periodic.options.Options`.
 
     Raises:
         TypeError: a parameter is not a variable.
         ValueError: a parameter is given twice; or a pattern matches no weight.
     """
-    trained = list(parameters)
+    trained = list(trainable)
     names: set[str] = set()
     for variable in trained:
         if not isinstance(variable, (keras.Variable, tf.Variable)):
@@ -135,7 +138,7 @@ def named_variables(
     known = set() if model is None else _statistics(model, deriving)
     others = [weight for weight in ([] if model is None else model.weights) if id(native(weight)) not in held]
     weights = [(_unique(weight, names), weight) for weight in others if _is_number(native(weight))]
-    check_patterns(buffers, [name for name, _ in weights])
+    BUFFERS.check_patterns(buffers, [name for name, _ in weights])
     roles: dict[str, list[tuple[str, tf.Variable]]] = {policy: [] for policy in POLICIES}
     frozen, unasked, formerly = [], [], []
     for name, weight in weights:
@@ -144,18 +147,24 @@ def named_variables(
         roles[policy].append((name, variable))
         if policy == LOCAL and not statistic and not weight.trainable:
             frozen.append((name, variable))
-        if policy == LOCAL and buffers != LOCAL and policy_asked_for(buffers, name, weight) != LOCAL:
+        if policy == LOCAL and buffers != LOCAL and BUFFERS.policy_of(buffers, name, weight) != LOCAL:
             unasked.append((name, variable))
         if buffers is None and statistic and _has_mean(variable):
             formerly.append(policy == AVERAGE)
+    named = [(_unique(variable, names), native(variable)) for variable in trained]
+    participation = participation_of(parameters, named)
+    positions = [i for i, (name, _) in enumerate(named) if participation[name] == AVERAGE]
     return NamedVariables(
-        [(_unique(variable, names), native(variable)) for variable in trained],
+        [named[i] for i in positions],
+        positions=positions if len(positions) < len(named) else None,
+        trained=len(named),
+        following=[pair for pair in named if participation[pair[0]] == BROADCAST],
         averaged=roles[AVERAGE],
         counted=roles[MAXIMUM],
         followed=roles[BROADCAST],
         constants=roles[LOCAL],
         frozen=frozen,
-        constraints=[getattr(variable, "constraint", None) for variable in trained],
+        constraints=[getattr(trained[i], "constraint", None) for i in positions],
         deriving=deriving,
         unasked=unasked,
         formerly=formerly,
@@ -180,7 +189,7 @@ def _statistics(model: keras.Model, deriving: Iterable[Any]) -> set[int]:
 def _policy(buffers: Policies, name: str, weight: AnyVariable, statistic: bool) -> str:
     """Return the policy of a weight; a single policy for all applies to statistics only."""
     variable, for_all = native(weight), buffers is None or isinstance(buffers, str)
-    policy = LOCAL if for_all and not statistic else policy_asked_for(buffers, name, weight)
+    policy = LOCAL if for_all and not statistic else BUFFERS.policy_of(buffers, name, weight)
     if policy is None:
         for_all = True
         policy = AVERAGE if statistic and (is_statistic(name) or not variable.dtype.is_floating) else LOCAL

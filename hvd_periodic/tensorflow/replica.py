@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.buffers import NONE_AVERAGED
 from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.tensorflow.host import in_session
 from hvd_periodic.tensorflow.host_values import HostValues, blocks_of, empty
@@ -41,6 +42,10 @@ class NamedVariables:
         constraints: for every parameter, the constraint that Keras applies after each update, or None.
         deriving: layers that compute with values derived from their weights; ``finalize_state()`` recomputes them.
         unasked: those of ``constants`` that the user has not asked to be constant.
+        following: trained variables that take the root's values at every exchange.
+        trained: number of trained variables.
+        positions: the index of every parameter among the trained variables, if there are others; None: all of these
+            are parameters.
         formerly: for every variable that version 0.1 averaged, whether it is in ``averaged``; empty if the user has
             chosen policies.
     """
@@ -54,6 +59,9 @@ class NamedVariables:
     constraints: Sequence[Callable[[Any], Any] | None] = ()
     deriving: Sequence[Any] = ()
     unasked: Named = field(default_factory=list)
+    following: Named = field(default_factory=list)
+    trained: int = 0
+    positions: Sequence[int] | None = None
     formerly: Sequence[bool] = ()
 
 
@@ -69,8 +77,10 @@ class VariableReplica(Replica[Any]):
     Attributes:
         values: reads and writes the variables while Python exchanges for a compiled step.
         tensor_space: vector operations for the local rule, which a step runs on tensors.
-        gradients: gradients of the parameters, in their order; the algorithm's local rule reads and may replace them.
-        with_gradients: indices of parameters that have had a gradient, in a step that ran or was compiled.
+        gradients: gradients of all trained variables, in their order; the algorithm's local rule reads those of
+            parameters and may replace them.
+        with_gradients: indices of trained variables that have had a gradient, in a step that ran or was compiled.
+        positions: the index of every parameter among the trained variables.
 
     Raises:
         TypeError: a parameter cannot be averaged.
@@ -105,13 +115,16 @@ class VariableReplica(Replica[Any]):
             raise ValueError(
                 "At least one trainable variable with elements has to take part. Received: "
                 f"{len(named.parameters)} variables, none of them with elements"
+                f"{'' if named.positions is None else NONE_AVERAGED}"
             )
         self.named = named
         self.bucket_bytes = bucket_bytes
-        self.gradients: list[Any] = [None] * len(named.parameters)
+        self.positions: Sequence[int] = range(len(named.parameters)) if named.positions is None else named.positions
+        self.keeps_own = len(named.parameters) + len(named.following) < named.trained
+        self.gradients: list[Any] = [None] * (named.trained or len(named.parameters))
         self.with_gradients: set[int] = set()
         self.values = HostValues()
-        exchanged = (named.parameters, named.averaged, named.counted, named.followed)
+        exchanged = (named.parameters, named.following, named.averaged, named.counted, named.followed)
         here = all(is_in_host_memory(variable) for role in exchanged for _, variable in role)
         self.in_host_memory = here or in_session()  # A session passes its variables' values to Python.
         self.tensor_space = TensorSpace()
@@ -122,6 +135,7 @@ class VariableReplica(Replica[Any]):
         self.buffers: Store[Any] | None = self.store_of(named.averaged) if named.averaged else None
         self.integers: Store[Any] | None = self.store_of(named.counted) if named.counted else None
         self.from_root: Store[Any] | None = self.store_of(named.followed) if named.followed else None
+        self.parameters_from_root: Store[Any] | None = self.store_of(named.following) if named.following else None
         self.constants: Store[Any] | None = self.store_of(named.constants) if named.constants else None
 
     def facts(self) -> dict[str, object]:
@@ -129,6 +143,7 @@ class VariableReplica(Replica[Any]):
         facts: dict[str, object] = {"bucket_bytes": self.bucket_bytes}
         roles = {
             "parameter": self.named.parameters,
+            "parameter from the root": self.named.following,
             "buffer": self.named.averaged,
             "integer buffer": self.named.counted,
             "buffer from the root": self.named.followed,
@@ -170,7 +185,7 @@ class VariableReplica(Replica[Any]):
 
     def with_gradient(self, among: Set[int]) -> Set[int]:
         """Return the parameters, among the given ones, that have had a gradient."""
-        return among & self.with_gradients
+        return {i for i in among if self.positions[i] in self.with_gradients}
 
     def unexchanged(self) -> dict[str, tf.Variable]:
         """Return the weights that are constants by default."""
@@ -247,11 +262,12 @@ class VariableReplica(Replica[Any]):
         """Run the local rule on one variable at a time; it updates the state in place."""
         vectors = {key: store.tensors() for key, store in worker.items()}
         present = 0
-        for i, (_, variable) in enumerate(self.named.parameters):
-            if self.gradients[i] is not None:
+        for i, (position, (_, variable)) in enumerate(zip(self.positions, self.named.parameters, strict=True)):
+            gradient = self.gradients[position]
+            if gradient is not None:
                 present = 1
                 of_variable = {key: variables[i] for key, variables in vectors.items()}
-                self.gradients[i], _ = algorithm.local(self.tensor_space, variable, self.gradients[i], of_variable)
+                self.gradients[position], _ = algorithm.local(self.tensor_space, variable, gradient, of_variable)
         return present
 
     def discard_gradients(self) -> None:

@@ -10,6 +10,7 @@ import keras
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed
+from hvd_periodic.buffers import PARAMETERS
 from hvd_periodic.centers import placement_of
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.subset import require_possible
@@ -23,7 +24,7 @@ from hvd_periodic.tensorflow.gradient_averaging import split_distributed
 from hvd_periodic.tensorflow.model import check_policy, described
 from hvd_periodic.tensorflow.options import KerasOptions
 from hvd_periodic.tensorflow.rank_binding import RANKS, RankBinding
-from hvd_periodic.tensorflow.settings import innermost
+from hvd_periodic.tensorflow.settings import innermost, optimizers_inside
 from hvd_periodic.wires import as_wire
 
 
@@ -66,6 +67,12 @@ class OptimizerSpec:
         inside, binding.average = split_distributed(optimizer)
         _check_levels(inside, options["overlap"])
         check_policy(options["buffers"], model, binding.loaded)
+        PARAMETERS.check(options["parameters"])
+        if options["parameters"] is not None and any(each.use_ema for each in optimizers_inside(inside)):
+            raise ValueError(
+                "`parameters` cannot be combined with use_ema=True, whose moving averages become the mean over all "
+                "ranks at the end: leave out one of the two"
+            )
         placement_of(options["center"])
         as_wire(options["compression"])
         made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
@@ -97,7 +104,7 @@ class OptimizerSpec:
         ``outer_optimizer`` is the key of the optimizer that moves the center.
         """
         config: dict[str, Any] = {key: value for key, value in self.options.items() if key not in RANKS}
-        for key in ("optimizer_state", "weight", "buffers"):
+        for key in ("optimizer_state", "weight", "buffers", "parameters"):
             if callable(config[key]) or isinstance(config[key], LocalState):
                 config[key] = encode(config[key])
         config["compression"] = encode(as_wire(self.options["compression"]))

@@ -102,7 +102,7 @@ class Synchronizer(VariableSynchronizer):
             require_possible(communicator, options["center"], options["nonfinite"], asynchronous, options["overlap"])
             moving = made.outer_optimizer(None, outer_optimizer)
             moved = None if moving is None else CenterOptimizer(None, moving)
-            named = named_variables(trained, owner, options["buffers"])
+            named = named_variables(trained, owner, options["buffers"], options["parameters"])
             replica = VariableReplica(named, untracked)
             root = communicator.rank_of(options["root_rank"])
             super(Synchronizer, self).__init__(

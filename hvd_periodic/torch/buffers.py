@@ -9,12 +9,10 @@ import torch
 
 from hvd_periodic.buffers import (
     AVERAGE,
+    BUFFERS,
     LOCAL,
     MAXIMUM,
-    check_patterns,
-    check_policies,
     is_statistic,
-    policy_asked_for,
 )
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 
@@ -29,14 +27,14 @@ def policies(buffers: Buffers, named: Sequence[tuple[str, torch.Tensor]]) -> dic
         TypeError: ``buffers`` has an unsupported type.
         ValueError: an unknown policy, a policy that a buffer cannot have, or a pattern that matches no buffer.
     """
-    check_policies(buffers)
-    check_patterns(buffers, [name for name, _ in named])
+    BUFFERS.check(buffers)
+    BUFFERS.check_patterns(buffers, [name for name, _ in named])
     return {name: policy_of(buffers, name, tensor) for name, tensor in named}
 
 
 def policy_of(buffers: Buffers, name: str, tensor: torch.Tensor) -> str:
     """Return the policy of one buffer, as :func:`policies` does."""
-    policy = policy_asked_for(buffers, name, tensor)
+    policy = BUFFERS.policy_of(buffers, name, tensor)
     if policy is None:
         policy = AVERAGE if is_statistic(name) else LOCAL
     elif policy != LOCAL and not isinstance(buffers, str) and tensor.numel() == 0 and not tensor.is_meta:

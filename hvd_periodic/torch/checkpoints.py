@@ -130,6 +130,11 @@ def load(
 
     def restore(saved: dict[str, Any], among_others: bool) -> None:
         state = saved["optimizer"]
+        if among_others and any(level.replica.keeps_own for level in levels):
+            raise ValueError(
+                "it was saved by other ranks, and has no values for the `parameters` that are 'local' on this one: "
+                "resume on the same ranks; or export the center with center_state_dict(), and start from it"
+            )
         if among_others:
             _reshard_saved(levels, state)
         optimizer.load_state_dict(state)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import GeneratorType
 from typing import Any, TypeAlias
 
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from hvd_periodic.buffers import LOCAL, policy_asked_for
+from hvd_periodic.buffers import BUFFERS, LOCAL, Policies, participation_of
 from hvd_periodic.frames import arguments_of
 from hvd_periodic.named import unique_pairs
 from hvd_periodic.torch.buffers import Buffers, policies, policy_of
@@ -34,6 +34,7 @@ class NamedTensors:
         policies: the policy of each buffer, by name.
         module: weak reference to the module that holds the tensors, if one was given.
         given: the ``buffers`` argument, which decides the policy of buffers that appear later.
+        participation: the policy of each parameter, by name.
     """
 
     parameters: list[tuple[str, torch.Tensor]]
@@ -41,15 +42,21 @@ class NamedTensors:
     policies: dict[str, str]
     module: weakref.ref[torch.nn.Module] | None = None
     given: Buffers = None
+    participation: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: Model, buffers: Buffers) -> NamedTensors:
-        """Collect the tensors of a module, or of (name, parameter) pairs.
+    def of(cls, model: Model, buffers: Buffers, parameters: Policies = None) -> NamedTensors:
+        """Collect the tensors of a module, or of (name, parameter) pairs, with their policies.
 
         Raises:
             TypeError: neither a module nor pairs.
-            ValueError: duplicate names, or unknown or impossible ``buffers``.
+            ValueError: duplicate names, or unknown or impossible ``buffers`` or ``parameters``.
         """
+        found = cls._of(model, buffers)
+        return replace(found, participation=participation_of(parameters, found.parameters))
+
+    @classmethod
+    def _of(cls, model: Model, buffers: Buffers) -> NamedTensors:
         model = _module_behind(model) or model
         if isinstance(model, torch.nn.Module):
             for part in model.modules():
@@ -112,10 +119,10 @@ class NamedTensors:
 
     def local_by_default(self) -> dict[str, torch.Tensor]:
         """Return the buffers that are local by default, not at the user's request."""
-        return {n: t for n, t in self.of_policy(LOCAL) if policy_asked_for(self.given, n, t) is None}
+        return {n: t for n, t in self.of_policy(LOCAL) if BUFFERS.policy_of(self.given, n, t) is None}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NamedTensors, (self.parameters, self.buffers, self.policies)
+        return NamedTensors, (self.parameters, self.buffers, self.policies, None, None, self.participation)
 
 
 def original_name(name: str) -> str:

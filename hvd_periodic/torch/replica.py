@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM
+from hvd_periodic.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM, NONE_AVERAGED
 from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 from hvd_periodic.torch.model import NamedTensors
@@ -72,21 +72,27 @@ class TorchReplica(Replica[torch.Tensor]):
                     f"model.named_parameters(). Received: {len(named.parameters)} names, "
                     f"{len(unnamed)} of {len(self._held)} parameters without one"
                 )
-        ours = [(n, p) for n, p in named.parameters if self._held is None or id(p) in self._held]
-        taking_part = [(n, p) for n, p in ours if p.requires_grad]
+        self.local_names = {name for name, policy in named.participation.items() if policy == LOCAL}
+        self.keeps_own = bool(self.local_names)
+        common = [(n, p) for n, p in named.parameters if n not in self.local_names]
+        ours = [(n, p) for n, p in common if self._held is None or id(p) in self._held]
+        trained = [(n, p) for n, p in ours if p.requires_grad]
+        taking_part = [(n, p) for n, p in trained if named.participation.get(n, AVERAGE) == AVERAGE]
+        following = [(n, p) for n, p in trained if named.participation.get(n) == BROADCAST]
         if not any(parameter.numel() for _, parameter in taking_part):
             raise ValueError(
                 "`model` must hold at least one trainable parameter. Received: "
                 f"{len(named.parameters)} parameters, none of them trainable and with elements"
+                f"{NONE_AVERAGED if set(named.participation.values()) - {AVERAGE} else ''}"
             )
-        for name, parameter in taking_part:
+        for name, parameter in trained:
             if parameter.dtype not in REALS:
                 raise TypeError(
                     f"Parameter {name!r} must be float64, float32, bfloat16 or float16. Received: {parameter.dtype}"
                 )
         averaged, counted, followed = map(named.of_policy, (AVERAGE, MAXIMUM, BROADCAST))
-        exchanged = {id(parameter) for _, parameter in taking_part}
-        constants = [*(pair for pair in named.parameters if id(pair[1]) not in exchanged), *named.of_policy(LOCAL)]
+        exchanged = {id(parameter) for _, parameter in trained}
+        constants = [*(pair for pair in common if id(pair[1]) not in exchanged), *named.of_policy(LOCAL)]
         self.sharded = {name: tensor for name, tensor in ours if is_sharded(tensor)}
         self.may_be_left_out = not self.sharded
         check_sharded(self.sharded, [tensor for _, tensor in taking_part])
@@ -94,9 +100,11 @@ class TorchReplica(Replica[torch.Tensor]):
         self.names = [name for name, _ in taking_part]
         self.tensors = [parameter for _, parameter in taking_part]
         self._ours, self._exchanged = ours, exchanged
+        of_optimizer = [p for _, p in named.parameters if self._held is None or id(p) in self._held]
+        self._trained = [parameter for parameter in of_optimizer if parameter.requires_grad]
         self._signatures = [
             (kind, name, tensor, _signature(tensor))
-            for kind, pairs in (("Parameter", taking_part), ("Buffer", averaged + counted + followed))
+            for kind, pairs in (("Parameter", trained), ("Buffer", averaged + counted + followed))
             for name, tensor in pairs
         ]
         self._chunks, self._lists = _chunks(self.tensors, bucket_bytes), TensorListSpace()
@@ -108,6 +116,7 @@ class TorchReplica(Replica[torch.Tensor]):
         self.buffers: Store[torch.Tensor] | None = self.store_of(averaged) if averaged else None
         self.integers: Store[torch.Tensor] | None = self.store_of(counted) if counted else None
         self.from_root: Store[torch.Tensor] | None = self.store_of(followed) if followed else None
+        self.parameters_from_root: Store[torch.Tensor] | None = self.store_of(following) if following else None
         self.constants: Store[torch.Tensor] | None = self.store_of(constants) if constants else None
         self.in_host_memory = all(device.type == "cpu" for _, device in self._kinds.values())
 
@@ -128,6 +137,7 @@ class TorchReplica(Replica[torch.Tensor]):
         """Return names, shapes and dtypes."""
         stores = {
             "parameter": self.parameters,
+            "parameter from the root": self.parameters_from_root,
             "buffer": self.buffers,
             "integer buffer": self.integers,
             "buffer from the root": self.from_root,
@@ -248,7 +258,7 @@ class TorchReplica(Replica[torch.Tensor]):
 
     def frozen(self) -> bytes:
         """Return a digest of the frozen parameters of the model."""
-        frozen = [parameter for _, parameter in self.named.parameters if not parameter.requires_grad]
+        frozen = list(self._frozen().values())
         digest = hashlib.sha256()
         for parameter in frozen:
             digest.update(shard_of(parameter).detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -256,7 +266,7 @@ class TorchReplica(Replica[torch.Tensor]):
 
     def discard_gradients(self) -> None:
         """Remove the gradients of the parameters, so that optimizers skip them."""
-        for parameter in self.tensors:
+        for parameter in self._trained:
             parameter.grad = None
 
     def follow_weights(self) -> None:
@@ -269,8 +279,12 @@ class TorchReplica(Replica[torch.Tensor]):
 
     def unexchanged(self) -> dict[str, torch.Tensor]:
         """Return frozen parameters, and buffers that are local by default."""
-        frozen = {name: parameter for name, parameter in self.named.parameters if not parameter.requires_grad}
-        return frozen | self.named.local_by_default()
+        return self._frozen() | self.named.local_by_default()
+
+    def _frozen(self) -> dict[str, torch.Tensor]:
+        """Return the parameters that are equal on all ranks and not trained."""
+        named = self.named.parameters
+        return {name: tensor for name, tensor in named if not tensor.requires_grad and name not in self.local_names}
 
     def some_of(self, tensor: Any) -> np.ndarray:
         """Return some elements of a tensor on any device; none if it is on the meta device."""

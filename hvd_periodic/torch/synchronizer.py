@@ -126,9 +126,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             placement_of(options["center"])
             planned = as_schedule(period, as_typed("period"))
             self.gradient_group = gradient_group_of(optimizer)
-            replica = TorchReplica(
-                NamedTensors.of(model, options["buffers"]), optimizer, center_device=options["center_device"]
-            )
+            named = NamedTensors.of(model, options["buffers"], options["parameters"])
+            replica = TorchReplica(named, optimizer, center_device=options["center_device"])
             self.averaging = self.gradient_group or island_of(replica.named.behind(), communicator, asynchronous)
             communicator.check_devices({tensor.device.type for tensor in replica.tensors})
             _check_replica(replica, communicator, planned, asynchronous, options["nonfinite"], self.averaging)

@@ -63,6 +63,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     '`optimizer_state` other than `"local"`': {"optimizer_state": "reset"},
     "`buffers`": {"buffers": "average"},
     '`buffers="broadcast"`': {"buffers": "broadcast"},
+    '`parameters` with `"local"`': {"parameters": lambda name, _: "local" if "b" in name else None},
+    '`parameters` with `"broadcast"`': {"parameters": lambda name, _: "broadcast" if "b" in name else None},
     "`run_log`": {"run_log": "log"},
     "`root_rank`": {"root_rank": 0},
 }
