@@ -111,7 +111,8 @@ activate_for_jobs() {
     use_current_env
   fi
   activate
-  python3 -c 'import importlib.util as u, sys; raise SystemExit(not any(map(u.find_spec, sys.argv[1].split())))' "$NEEDED" 2>/dev/null ||
+  # shellcheck disable=SC2086  # Several words.
+  python3 -c 'import importlib.util as u, sys; raise SystemExit(not any(map(u.find_spec, sys.argv[1:])))' $NEEDED 2>/dev/null ||
     die "there is no environment with ${NEEDED/ / or } yet; run: bash ${SCRIPTS#"$PWD"/}/setup.sh"
 }
 
