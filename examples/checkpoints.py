@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import torch
+import workers
 
 EXIT_CODE = 75
 """Of a job that was stopped and wants to be started again: EX_TEMPFAIL of sysexits.h."""
@@ -37,21 +37,20 @@ class Checkpoints:
 
     def load(self) -> tuple[int, dict[str, Any] | None]:
         """Return the newest epoch of which all ranks have a file, and this rank's state; -1 and None without any."""
-        of_ranks = hvd.allgather_object(set(self._epochs()), name="checkpoints")
-        epoch = max(set.intersection(*of_ranks), default=-1)
+        epoch = max(set.intersection(*workers.gather(set(self._epochs()))), default=-1)
         return epoch, torch.load(self._path(epoch), weights_only=True) if epoch >= 0 else None
 
     def stopping(self) -> bool:
         """Return whether any rank has been told to stop; all ranks ask together."""
-        return bool(hvd.allreduce(torch.tensor(float(self._stopped)), op=hvd.Max, name="stopping"))
+        return any(workers.gather(self._stopped))
 
     def _stop(self, *_: Any) -> None:
         self._stopped = True
 
     def _path(self, epoch: int) -> Path:
-        return self._folder / f"rank{hvd.rank()}of{hvd.size()}-{epoch:06}.pt"
+        return self._folder / f"rank{workers.rank()}of{workers.size()}-{epoch:06}.pt"
 
     def _epochs(self) -> list[int]:
-        pattern = re.compile(rf"rank{hvd.rank()}of{hvd.size()}-(\d+)\.pt")
+        pattern = re.compile(rf"rank{workers.rank()}of{workers.size()}-(\d+)\.pt")
         found = (pattern.fullmatch(path.name) for path in self._folder.iterdir())
         return sorted(int(match[1]) for match in found if match)

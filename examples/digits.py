@@ -120,6 +120,15 @@ def show(runs: list[Run]) -> None:
     Console(width=100, color_system=None).print(table)
 
 
+def report(args: argparse.Namespace, run: Run) -> None:
+    """Print the last run, or the comparison of all if that was asked for, and name what was written."""
+    if args.algorithm == "all":
+        compare(args.output)
+    else:
+        show([run])
+        print(f"Record and plot: {args.output / run.algorithm}.json, .png")
+
+
 def compare(folder: Path) -> None:
     """Print all runs of a folder side by side and plot them in ``comparison.png``.
 

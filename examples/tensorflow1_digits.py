@@ -1,6 +1,11 @@
-"""Train a classifier of handwritten digits in a TensorFlow 1 graph, with the optimizers of tf.contrib.opt on Horovod.
+"""Train a classifier of handwritten digits in a TensorFlow 1 graph, with the optimizers of tf.contrib.opt.
 
 horovodrun -np 2 python examples/tensorflow1_digits.py --algorithm easgd --period 10
+
+Without Horovod, over MPI or torch.distributed:
+
+HVD_PERIODIC_COMM=mpi mpirun -np 2 python examples/tensorflow1_digits.py --algorithm easgd --period 10
+torchrun --standalone --nproc-per-node 2 examples/tensorflow1_digits.py --algorithm easgd --period 10
 """
 
 from __future__ import annotations
@@ -12,15 +17,18 @@ from typing import Any
 
 import digits
 import flags
-import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow.compat.v1 as tf
+import workers
 from tqdm import tqdm
 
 from hvd_periodic.tensorflow import contrib_opt
 
-tf.disable_v2_behavior()
+if workers.LIBRARY == "horovod":
+    import horovod.tensorflow as hvd
+
 tf.logging.set_verbosity(tf.logging.ERROR)
+tf.disable_v2_behavior()
 
 GETTERS = {
     "easgd": contrib_opt.ElasticAverageCustomGetter,
@@ -68,10 +76,10 @@ def make_optimizer(args: flags.argparse.Namespace, getter: Any) -> Any:
     local = tf.train.MomentumOptimizer(args.learning_rate, args.momentum)
     wire = flags.compression(args)
     if args.algorithm == "easgd":
-        rate = args.moving_rate if args.beta is None else args.beta / hvd.size()
+        rate = args.moving_rate if args.beta is None else args.beta / workers.size()
         return contrib_opt.ElasticAverageOptimizer(
             local,
-            hvd.size(),
+            workers.size(),
             getter,
             communication_period=args.period,
             moving_rate=rate,
@@ -80,11 +88,11 @@ def make_optimizer(args: flags.argparse.Namespace, getter: Any) -> Any:
             compression=wire,
         )
     if args.algorithm == "average":
-        is_chief = hvd.rank() == 0
-        return contrib_opt.ModelAverageOptimizer(local, hvd.size(), is_chief, getter, args.period, compression=wire)
+        is_chief = workers.rank() == 0
+        return contrib_opt.ModelAverageOptimizer(local, workers.size(), is_chief, getter, args.period, compression=wire)
     if args.algorithm == "agn":
         return contrib_opt.AGNOptimizer(
-            local, hvd.size(), getter, args.period, asynchronous=args.asynchronous, compression=wire
+            local, workers.size(), getter, args.period, asynchronous=args.asynchronous, compression=wire
         )
     return hvd.DistributedOptimizer(local)
 
@@ -105,7 +113,7 @@ def make_hook(args: flags.argparse.Namespace, optimizer: Any) -> Any:
         return BroadcastAtStart()
     if args.algorithm == "average":
         return optimizer.make_session_run_hook()
-    return optimizer.make_session_run_hook(is_chief=hvd.rank() == 0, task_index=hvd.rank())
+    return optimizer.make_session_run_hook(is_chief=workers.rank() == 0, task_index=workers.rank())
 
 
 def distance_to_center() -> Any:
@@ -128,10 +136,10 @@ def evaluate(checkpoint: str, data: digits.Digits) -> float:
 
 def train(args: flags.argparse.Namespace) -> digits.Run:
     """Train this worker's replica; return the record of all workers."""
-    hvd.init()
-    tf.set_random_seed(args.seed + hvd.rank())  # different on purpose: the root's weights are given to all
-    random = np.random.default_rng(args.seed + hvd.rank())
-    data, test = digits.load(hvd.rank(), hvd.size())
+    workers.init("tensorflow")
+    tf.set_random_seed(args.seed + workers.rank())  # different on purpose: the root's weights are given to all
+    random = np.random.default_rng(args.seed + workers.rank())
+    data, test = digits.load(workers.rank(), workers.size())
     data.images = np.moveaxis(data.images, 1, -1)
     periodic = args.algorithm != "allreduce"
 
@@ -158,13 +166,13 @@ def train(args: flags.argparse.Namespace) -> digits.Run:
     exchange_steps: list[int] = []
     batches = len(data.images) // args.batch_size
     steps = args.epochs * batches
-    hidden = args.no_progress or hvd.rank() > 0
+    hidden = args.no_progress or workers.rank() > 0
     with (
         tempfile.TemporaryDirectory() as folder,
         tf.train.MonitoredTrainingSession(is_chief=True, hooks=[make_hook(args, optimizer)]) as session,
     ):
         started, rounds = time.perf_counter(), 0
-        with tqdm(total=steps, desc=args.algorithm, unit="step", disable=hidden, mininterval=0.5) as progress:
+        with tqdm(total=steps, desc=args.algorithm, unit="step", disable=hidden or None, mininterval=0.5) as progress:
             for _ in range(args.epochs):
                 order = random.permutation(len(data.images))
                 for batch in np.split(order[: batches * args.batch_size], batches):
@@ -191,21 +199,22 @@ def train(args: flags.argparse.Namespace) -> digits.Run:
         if periodic:
             bytes_sent, exchange_seconds = session.run([counters["bytes_sent"], counters["exchange_seconds"]])
             missed = session.run(counters["pushes_missed"])
-    workers = hvd.allgather_object((worker_accuracy, losses, distances), session=tf.Session(), name="record")
+    with tf.Session():
+        records = workers.gather((worker_accuracy, losses, distances))
     return digits.Run(
         algorithm=args.algorithm,
         framework="tensorflow 1",
-        workers=hvd.size(),
+        workers=workers.size(),
         period=args.period if periodic else 1,
         steps=steps,
-        worker_accuracy=[worker[0] for worker in workers],
+        worker_accuracy=[worker[0] for worker in records],
         center_accuracy=center_accuracy,
         exchanges=int(rounds),
         bytes_sent=int(bytes_sent),
         exchange_seconds=None if exchange_seconds is None else float(exchange_seconds),
         seconds=seconds,
-        losses=[worker[1] for worker in workers],
-        distances=[worker[2] for worker in workers],
+        losses=[worker[1] for worker in records],
+        distances=[worker[2] for worker in records],
         exchange_steps=exchange_steps,
         staleness=float(missed) / max(rounds, 1) if args.asynchronous else None,
         compression=args.compression,
@@ -218,11 +227,15 @@ def main() -> None:
     if args.compare:
         digits.compare(args.compare)
         return
+    if args.algorithm == "allreduce" and workers.LIBRARY != "horovod":
+        raise SystemExit(
+            "--algorithm allreduce is Horovod's DistributedOptimizer: install Horovod, or choose another algorithm. "
+            f"These workers exchange over: {workers.LIBRARY}"
+        )
     run = train(args)
-    if hvd.rank() == 0:
-        digits.show([run])
+    if workers.rank() == 0:
         run.save(args.output)
-        print(f"Record and plot: {args.output / args.algorithm}.json, .png")
+        digits.report(args, run)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,11 @@
-"""Train a Keras classifier of handwritten digits on several Horovod workers that exchange every few steps.
+"""Train a Keras classifier of handwritten digits on several workers that exchange every few steps.
 
 horovodrun -np 2 python examples/tensorflow_digits.py --algorithm easgd --period 10 --loop fit
+
+Without Horovod, over MPI or torch.distributed:
+
+HVD_PERIODIC_COMM=mpi mpirun -np 2 python examples/tensorflow_digits.py --algorithm easgd --period 10 --loop fit
+torchrun --standalone --nproc-per-node 2 examples/tensorflow_digits.py --algorithm easgd --period 10 --loop fit
 """
 
 from __future__ import annotations
@@ -15,13 +20,16 @@ from typing import Any
 
 import digits
 import flags
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+import workers
 from tqdm import tqdm
 
 import hvd_periodic.tensorflow as hvdp
+
+if workers.LIBRARY == "horovod":
+    import horovod.tensorflow as hvd
 
 
 def build_model() -> keras.Model:
@@ -47,7 +55,7 @@ class EveryStep(keras.optimizers.SGD):
 
     def __init__(self, model: keras.Model, **options: Any) -> None:
         super().__init__(**options)
-        hvd.broadcast_variables([weight.value for weight in model.weights], root_rank=0)
+        model.set_weights(workers.gather(model.get_weights())[0])
         self.build(model.trainable_variables)
         self.bytes_per_step = 4 * model.count_params()
         self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
@@ -55,10 +63,27 @@ class EveryStep(keras.optimizers.SGD):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         with tf.control_dependencies(grads):
             started = tf.timestamp()
-        totals = hvd.grouped_allreduce(grads, op=hvd.Sum)
-        with tf.control_dependencies(totals):
+        if workers.LIBRARY == "horovod":
+            means = [total / hvd.size() for total in hvd.grouped_allreduce(grads, op=hvd.Sum)]
+        else:
+            means = self.average_in_python(grads)
+        with tf.control_dependencies(means):
             self.seconds.assign_add(tf.timestamp() - started)
-        super().apply([total / hvd.size() for total in totals], trainable_variables)
+        super().apply(means, trainable_variables)
+
+    @staticmethod
+    def average_in_python(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the means over all workers, by one call of Python."""
+
+        def average(joined: np.ndarray) -> np.ndarray:
+            mean = joined.copy()
+            workers.average(mean)
+            return mean
+
+        joined = tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
+        mean = tf.ensure_shape(tf.numpy_function(average, [joined], joined.dtype), joined.shape)
+        parts = tf.split(mean, [gradient.shape.num_elements() for gradient in gradients])
+        return [tf.reshape(part, gradient.shape) for part, gradient in zip(parts, gradients, strict=True)]
 
 
 def make_optimizer(args: flags.argparse.Namespace, model: keras.Model, steps: int) -> keras.optimizers.Optimizer:
@@ -143,12 +168,12 @@ def accuracy(model: keras.Model, images: np.ndarray, labels: np.ndarray) -> floa
 
 def train(args: flags.argparse.Namespace) -> digits.Run:
     """Train this worker's replica; return the record of all workers."""
-    hvd.init()
-    keras.utils.set_random_seed(args.seed + hvd.rank())  # different on purpose: the root's weights are given to all
-    shard, test = digits.load(hvd.rank(), hvd.size())
+    workers.init("tensorflow")
+    keras.utils.set_random_seed(args.seed + workers.rank())  # different on purpose: the root's weights are given to all
+    shard, test = digits.load(workers.rank(), workers.size())
     images, test_images = np.moveaxis(shard.images, 1, -1), np.moveaxis(test.images, 1, -1)
     data = tf.data.Dataset.from_tensor_slices((images, shard.labels))
-    data = data.shuffle(len(images), seed=args.seed + hvd.rank()).batch(args.batch_size, drop_remainder=True)
+    data = data.shuffle(len(images), seed=args.seed + workers.rank()).batch(args.batch_size, drop_remainder=True)
     model = build_model()
     steps = args.epochs * len(data)
     optimizer = make_optimizer(args, model, steps)
@@ -159,9 +184,9 @@ def train(args: flags.argparse.Namespace) -> digits.Run:
         with optimizer.center() if periodic else nullcontext():
             return accuracy(model, test_images, test.labels)
 
-    hidden = args.no_progress or hvd.rank() > 0
+    hidden = args.no_progress or workers.rank() > 0
     started = time.perf_counter()
-    with tqdm(total=steps, desc=args.algorithm, unit="step", disable=hidden, mininterval=0.5) as progress:
+    with tqdm(total=steps, desc=args.algorithm, unit="step", disable=hidden or None, mininterval=0.5) as progress:
         recorder = Recorder(optimizer, progress, center_accuracy)
         if args.loop == "fit":
             model.fit(data, epochs=args.epochs, shuffle=False, verbose=0, callbacks=[recorder])
@@ -178,21 +203,21 @@ def train(args: flags.argparse.Namespace) -> digits.Run:
         exchange_seconds = float(optimizer.seconds)
     worker_accuracy = accuracy(model, test_images, test.labels)
     at_end = center_accuracy()
-    workers = hvd.allgather_object((worker_accuracy, recorder.losses, recorder.distances), name="record")
+    records = workers.gather((worker_accuracy, recorder.losses, recorder.distances))
     return digits.Run(
         algorithm=args.algorithm,
         framework=f"tensorflow, {args.loop}",
-        workers=hvd.size(),
+        workers=workers.size(),
         period=args.period if periodic else 1,
         steps=steps,
-        worker_accuracy=[worker[0] for worker in workers],
+        worker_accuracy=[worker[0] for worker in records],
         center_accuracy=at_end,
         exchanges=exchanges,
         bytes_sent=bytes_sent,
         exchange_seconds=exchange_seconds,
         seconds=seconds,
-        losses=[worker[1] for worker in workers],
-        distances=[worker[2] for worker in workers],
+        losses=[worker[1] for worker in records],
+        distances=[worker[2] for worker in records],
         exchange_steps=recorder.exchange_steps,
         staleness=counters.staleness_mean if args.asynchronous else None,
         schedule=args.schedule,
@@ -213,12 +238,10 @@ def main() -> None:
         return
     for chosen in flags.runs(args):
         run = train(chosen)
-        if hvd.rank() == 0:
-            digits.show([run])
+        if workers.rank() == 0:
             run.save(args.output)
-            print(f"Record and plot: {args.output / run.algorithm}.json, .png")
-    if args.algorithm == "all" and hvd.rank() == 0:
-        digits.compare(args.output)
+    if workers.rank() == 0:
+        digits.report(args, run)
 
 
 if __name__ == "__main__":

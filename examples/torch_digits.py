@@ -2,9 +2,10 @@
 
 horovodrun -np 2 python examples/torch_digits.py --algorithm easgd --period 10
 
-Without Horovod, over torch.distributed:
+Without Horovod, over torch.distributed or MPI:
 
-HVD_PERIODIC_COMM=torch torchrun --standalone --nproc-per-node 2 examples/torch_digits.py --algorithm easgd --period 10
+torchrun --standalone --nproc-per-node 2 examples/torch_digits.py --algorithm easgd --period 10
+HVD_PERIODIC_COMM=mpi mpirun -np 2 python examples/torch_digits.py --algorithm easgd --period 10
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from tqdm import tqdm
 
 import hvd_periodic.torch as hvdp
 
+if workers.LIBRARY == "horovod":
+    import horovod.torch as hvd
+
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: digits.Digits) -> float:
@@ -39,7 +43,10 @@ class EveryStep:
     """The baseline: gradients are averaged at every step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        self.optimizer = workers.averaging(optimizer, model)
+        model.load_state_dict(workers.gather(model.state_dict())[0])
+        self.optimizer, self.parameters = optimizer, list(model.parameters())
+        if workers.LIBRARY == "horovod":
+            self.optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         self.bytes_per_step = sum(p.numel() * p.element_size() for p in model.parameters())
         self.exchanges = self.bytes_sent = 0
         self.exchange_seconds = self.staleness = 0.0
@@ -47,13 +54,14 @@ class EveryStep:
     def step(self, loss: float) -> bool:
         self.exchanges += 1
         self.bytes_sent += self.bytes_per_step
-        if workers.OVER_TORCH:
-            self.optimizer.step()
-            return True
         started = time.perf_counter()
-        self.optimizer.synchronize()
+        if workers.LIBRARY == "horovod":
+            self.optimizer.synchronize()
+        else:
+            for parameter in self.parameters:
+                workers.average(parameter.grad.numpy())
         self.exchange_seconds += time.perf_counter() - started
-        with self.optimizer.skip_synchronize():
+        with self.optimizer.skip_synchronize() if workers.LIBRARY == "horovod" else nullcontext():
             self.optimizer.step()
         return True
 
@@ -143,7 +151,7 @@ def train(args: flags.argparse.Namespace) -> digits.Run:
         course = state["course"]
         print(f"Rank {workers.rank()} goes on after epoch {last} of {args.epochs}", flush=True)
     started = time.perf_counter()
-    with tqdm(total=steps, desc=args.algorithm, unit="step", disable=hidden, mininterval=0.5) as progress:
+    with tqdm(total=steps, desc=args.algorithm, unit="step", disable=hidden or None, mininterval=0.5) as progress:
         progress.update(len(losses))
         for epoch in range(last + 1, args.epochs):
             order = torch.randperm(len(images))
@@ -212,11 +220,9 @@ def main() -> None:
     for chosen in flags.runs(args):
         run = train(chosen)
         if workers.rank() == 0:
-            digits.show([run])
             run.save(args.output)
-            print(f"Record and plot: {args.output / run.algorithm}.json, .png")
-    if args.algorithm == "all" and workers.rank() == 0:
-        digits.compare(args.output)
+    if workers.rank() == 0:
+        digits.report(args, run)
 
 
 if __name__ == "__main__":

@@ -27,16 +27,19 @@ use_current_env() {
   export HVD_PERIODIC_USE_CURRENT_ENV=1
 }
 
-# Does without framework $1: the other one is enough.
+# Does without $1: Horovod, or a framework, of which the other one is enough.
 go_without() {
-  if [[ $1 != torch && $1 != tensorflow ]]; then
-    die "--without takes the name of one framework, tensorflow or torch. Received: ${1:-nothing}"
-  elif [[ ${WITHOUT:-$1} != "$1" ]]; then
-    die "--without takes one framework: without both of $WITHOUT and $1, nothing is left to set up"
+  if [[ $1 != torch && $1 != tensorflow && $1 != horovod ]]; then
+    die "--without takes tensorflow, torch or horovod. Received: ${1:-nothing}"
   fi
-  WITHOUT=$1
-  export HVD_PERIODIC_WITHOUT=$1
+  if ! is_without "$1"; then WITHOUT+="${WITHOUT:+ }$1"; fi
+  if is_without torch && is_without tensorflow; then
+    die "--without takes one framework: without both torch and tensorflow, nothing is left to set up"
+  fi
+  export HVD_PERIODIC_WITHOUT=$WITHOUT
 }
+
+is_without() { [[ " $WITHOUT " == *" $1 "* ]]; }
 
 # For quickstart.sh and test.sh: $1 is the script, the rest its arguments. Carries out --help and the options of setup.sh,
 # which come first, and sets ARGUMENTS to what follows.
@@ -50,6 +53,7 @@ take_options() {
         exit 0
         ;;
       --use-current-env) use_current_env ;;
+      --without=*) go_without "${1#*=}" ;;
       --without)
         go_without "${2:-}"
         shift
@@ -98,8 +102,8 @@ with_build_tools() {
   fi
 }
 
-# The module without which no job starts; scripts that do without Horovod name another.
-NEEDED=horovod
+# The modules of which jobs need one; scripts that start jobs in one way name its module.
+NEEDED='horovod mpi4py'
 
 # Finds an environment in which jobs can run, without setting anything up.
 activate_for_jobs() {
@@ -107,8 +111,9 @@ activate_for_jobs() {
     use_current_env
   fi
   activate
-  python3 -c 'import importlib.util as u, sys; raise SystemExit(u.find_spec(sys.argv[1]) is None)' "$NEEDED" 2>/dev/null ||
-    die "there is no environment with $NEEDED yet; run: bash ${SCRIPTS#"$PWD"/}/setup.sh"
+  # shellcheck disable=SC2086  # Several words.
+  python3 -c 'import importlib.util as u, sys; raise SystemExit(not any(map(u.find_spec, sys.argv[1:])))' $NEEDED 2>/dev/null ||
+    die "there is no environment with ${NEEDED/ / or } yet; run: bash ${SCRIPTS#"$PWD"/}/setup.sh"
 }
 
 # What jobs need to start on this machine: Open MPI asks root to confirm (twice), and TensorFlow is told to be quiet.
@@ -129,6 +134,20 @@ set_mpirun() {
       MPIRUN+=(--oversubscribe)
     fi
   fi
+}
+
+# For ranks on this machine: sets DIRECTLY to words before their command, with which they write to the descriptors named (1, 2)
+# of this script, as if no launcher were between. A launcher that passes output on is no terminal, and horovodrun begins each
+# line with the rank.
+write_directly() {
+  local descriptor path commands=
+  for descriptor in "$@"; do
+    path="/proc/$$/fd/$descriptor"
+    # To a file, all append: each of them has a position of its own there.
+    if [[ -f $path ]]; then eval "exec $descriptor>>$path"; fi
+    commands+="if { : >>$path; } 2>/dev/null; then exec $descriptor>>$path; fi; "
+  done
+  DIRECTLY=(bash -c "$commands"'exec "$@"' rank)
 }
 
 # For the local_*.sh launchers: $1 is the launcher's file, the rest its arguments. Sets RANKS and JOB, prepares the

@@ -47,7 +47,7 @@ prepare_hosts_job() {
   fi
   prepare_local_job "$launcher" "$RANKS" "${@:2}" # The rest is as on one host.
 
-  local known="PATH LD_LIBRARY_PATH PYTHONPATH OMP_NUM_THREADS TF_CPP_MIN_LOG_LEVEL HVD_PERIODIC_TRANSPORT"
+  local known="PATH LD_LIBRARY_PATH PYTHONPATH OMP_NUM_THREADS TF_CPP_MIN_LOG_LEVEL HVD_PERIODIC_COMM HVD_PERIODIC_TRANSPORT"
   PASS=()
   for name in $(compgen -e | LC_ALL=C sort); do
     if [[ " $known ${HVD_PERIODIC_PASS:-} " == *" $name "* || $name =~ ^(HOROVOD|NCCL|UCX|FI|MPIR_CVAR)_ ]]; then PASS+=("$name"); fi

@@ -9,6 +9,7 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/hosts.sh"
 
+NEEDED=horovod
 prepare_hosts_job "${BASH_SOURCE[0]}" "$@"
 controller=${HVD_PERIODIC_CONTROLLER:-gloo}
 if [[ -n ${HVD_PERIODIC_CORES:-} && $controller == gloo ]]; then

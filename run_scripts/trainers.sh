@@ -16,6 +16,7 @@ main() {
     usage_of "${BASH_SOURCE[0]}"
     exit 0
   fi
+  NEEDED=torch
   activate_for_jobs
   set_state
   provide_beside trainers 'Lightning, transformers, accelerate and Ignite'

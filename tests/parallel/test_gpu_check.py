@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("tests.parallel.torch_job")
 
 from tests.parallel import gpu_check, gpu_program  # noqa: E402
 from tests.parallel.gpu_findings import Finding, Findings, read, table  # noqa: E402

@@ -56,35 +56,40 @@ def test_centers_reach_the_accuracy_of_ordinary_training(results: Path) -> None:
         assert picture.startswith(b"\x89PNG")
 
 
-def test_torch_distributed_trains_to_the_same_bit(results: Path, tmp_path: Path) -> None:
-    words = [EXAMPLE, *EPOCHS, "--output", str(tmp_path), "--no-progress"]
-    command = ["bash", "run_scripts/local_torchrun.sh", "2", *words]
-    done = subprocess.run(
-        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE * 120, check=False
-    )
+@pytest.mark.parametrize(("name", "library"), [("local_torchrun.sh", "torch"), ("local_mpirun.sh", "mpi")])
+def test_without_horovod_training_is_the_same_to_the_bit(
+    name: str, library: str, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It prints one table, and shows no progress where there is no terminal."""
+    monkeypatch.setenv("HVD_PERIODIC_COMM", library)
+    done = run_script(name, "2", str(ROOT / EXAMPLE), *EPOCHS, "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert done.stdout.count("accuracy of the center") == 1
+    assert done.stdout.splitlines()[-1] == f"Record and plot: {tmp_path}/easgd.json, .png"
     run, other = (json.loads((folder / "easgd.json").read_text()) for folder in (tmp_path, results))
     for key in ("losses", "distances", "exchange_steps", "center_accuracy", "worker_accuracy", "bytes_sent"):
         assert run[key] == other[key], key
 
 
 @pytest.mark.parametrize(
-    ("loop", "algorithm"),
+    ("loop", "algorithm", "launcher"),
     [
-        thorough("fit", "easgd"),
-        thorough("tape", "diloco"),
-        thorough("fit", "allreduce"),
-        thorough("tape", "average"),
-        thorough("fit", "slowmo"),
-        thorough("fit", "bmuf"),
+        thorough("fit", "easgd", "mpirun"),
+        thorough("tape", "diloco", "mpirun, MPI"),
+        thorough("fit", "allreduce", "mpirun"),
+        thorough("tape", "allreduce", "mpirun, MPI"),
+        thorough("tape", "average", "mpirun"),
+        thorough("fit", "slowmo", "mpirun, MPI"),
+        thorough("fit", "bmuf", "mpirun"),
     ],
 )
 def test_accuracies_in_tensorflow_agree_with_those_in_torch(
-    loop: str, algorithm: str, results: Path, tmp_path: Path
+    loop: str, algorithm: str, launcher: str, results: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("horovod.tensorflow")
     command = ["examples/tensorflow_digits.py", "--algorithm", algorithm, "--loop", loop, *EPOCHS]
-    start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 120, "tensorflow")
+    start(launcher, 2, [*command, "--output", str(tmp_path), "--no-progress"], 120, "tensorflow")
     run, other = (json.loads((folder / f"{algorithm}.json").read_text()) for folder in (tmp_path, results))
     assert run["center_accuracy"] == pytest.approx(other["center_accuracy"], abs=0.02)
     for key in ("steps", "exchanges", "exchange_steps", "workers", "period"):
@@ -257,12 +262,12 @@ def script(tmp_path: Path) -> Path:
     return file
 
 
-def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(name: str, *arguments: str, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     words = ["bash", str(ROOT / "run_scripts" / name), *arguments]
     venv = Path(sys.prefix)
     env = environment() | ({"HVD_PERIODIC_VENV": str(venv)} if (venv / "bin" / "python3").exists() else {})
     return subprocess.run(
-        words, env=env, cwd=os.sep, capture_output=True, text=True, timeout=PATIENCE * 90, check=False
+        words, env=env, cwd=os.sep, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=PATIENCE * 90, check=False
     )
 
 
@@ -272,6 +277,20 @@ def test_launch_scripts(name: str, ranks: int, script: Path, tmp_path: Path) -> 
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert sorted(file.name for file in tmp_path.glob("* of *")) == [f"{rank} of {ranks}" for rank in range(ranks)]
     assert run_script(name, str(ranks), str(script), str(tmp_path), "3").returncode != 0
+
+
+@pytest.mark.parametrize("name", ["local_mpirun.sh", "local_horovodrun.sh", "local_torchrun.sh"])
+def test_ranks_write_as_if_no_launcher_were_between(name: str, tmp_path: Path) -> None:
+    """They see the terminal, where there is one, and nothing precedes their lines."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint('terminal' if sys.stderr.isatty() else 'pipe')\n")
+    terminal, end = os.openpty()
+    try:
+        assert run_script(name, "2", str(script), stderr=end).stdout == "terminal\n" * 2
+    finally:
+        os.close(terminal)
+        os.close(end)
+    assert run_script(name, "2", str(script)).stdout == "pipe\n" * 2
 
 
 @pytest.mark.parametrize("name", ["local_mpirun.sh", "local_horovodrun.sh", "local_torchrun.sh"])

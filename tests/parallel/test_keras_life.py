@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.keras_life_scenarios import ALGORITHMS, PLACES
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
 
 pytest.importorskip("horovod.tensorflow")
+
+from tests.parallel.keras_life_scenarios import ALGORITHMS, PLACES
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.thorough]
 

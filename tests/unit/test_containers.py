@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "HVD
 """What the tests were told of frameworks is not for what they start."""
 
 
-@pytest.mark.parametrize("options", ["", *OPTIONS])
+@pytest.mark.parametrize("options", ["", "--without horovod --without torch", *OPTIONS])
 def test_setup_knows_the_options(options: str) -> None:
     """It reads them in their order, and explains itself at the last."""
     assert OPTIONS
@@ -99,3 +100,29 @@ def test_setup_refuses_others(options: str) -> None:
     assert done.returncode > 0
     assert done.stderr.startswith("error: ")
     assert options.split()[-1] in done.stderr
+
+
+COMPILERS = re.compile(r"(.*-)?(cc|c\+\+|g\+\+|gcc|clang|clang\+\+|make|gmake)(-\d+)?|c\d\d")
+
+
+@pytest.mark.parametrize(
+    ("options", "needs"), [([], ["a C++ compiler", "a C compiler", "make"]), (["--without", "horovod"], [])]
+)
+def test_without_horovod_setup_needs_no_compiler(options: list[str], needs: list[str], tmp_path: Path) -> None:
+    """Its Python makes no environment here, which is the first step after the check of what is there."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for folder in ("/usr/bin", "/bin"):
+        for program in Path(folder).iterdir():
+            if not COMPILERS.fullmatch(program.name) and not (programs / program.name).exists():
+                (programs / program.name).symlink_to(program)
+    python = programs / "the_python"
+    python.write_text(f'#!/bin/bash\n[[ $1 == -c ]] && exec {sys.executable} "$@"\nexit 9\n')
+    python.chmod(0o755)
+    env = {"HOME": str(tmp_path), "PATH": str(programs), "PYTHON": python.name, "HVD_PERIODIC_VENV": f"{tmp_path}/venv"}
+    command = ["bash", str(ROOT / "run_scripts/setup.sh"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE * 10, check=False, env=env)
+    assert done.returncode == 1
+    for need in needs:
+        assert f"  - {need}" in done.stderr
+    assert done.stderr.startswith("Something is missing" if needs else "error: python -m venv failed")

@@ -62,7 +62,7 @@ def test_what_examples_import_is_in_their_extra() -> None:
     own = {path.stem for path in example_sources()}
     tops = {name.partition(".")[0] for path in example_sources() for name in imports(path)}
     wanted = distributions(tops - own - {"numpy", "hvd_periodic", "__future__"} - set(sys.stdlib_module_names))
-    frameworks = ("torch", "tensorflow", "horovod", "lightning", "huggingface", "ignite")
+    frameworks = ("torch", "tensorflow", "horovod", "mpi", "lightning", "huggingface", "ignite")
     assert wanted <= {*EXTRAS["examples"], *(package for name in frameworks for package in EXTRAS[name])}
 
 
