@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -150,6 +150,14 @@ class MPICommunicator(Communicator):
         """Gather an array."""
         return np.asarray(self.allgather(values, name))
 
+    def check_devices(self, kinds: Iterable[str]) -> None:
+        """Raise a ValueError for tensors on another device than the CPU."""
+        for kind in sorted(set(kinds) - {"cpu"}):
+            raise ValueError(
+                f"MPICommunicator carries no tensors of a {kind} device, and part of the model is on one: pass its "
+                "mpi4py.MPI.Comm as `process_set` instead, so that they travel through host memory"
+            )
+
     def shares_memory(self) -> bool:
         """Return whether all ranks are on one host."""
         return self.tracker.run_blocking(lambda: on_one_host(self._comm), ASYNCHRONOUS_START)
@@ -251,6 +259,14 @@ def _abort_after_error() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)
+
+
+def is_started() -> bool:
+    """Return whether this process has started MPI through mpi4py, as one of several ranks."""
+    MPI: Any = sys.modules.get("mpi4py.MPI")
+    if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
+        return False
+    return bool(MPI.COMM_WORLD.Get_size() > 1)
 
 
 def world_numbering() -> tuple[int, int]:

@@ -117,6 +117,10 @@ class TorchDistributedCommunicator(JobCommunicator):
         """Return a tensor in host memory."""
         return torch.from_numpy(array)
 
+    def carries(self, kind: type) -> bool:
+        """Return whether these are tensors of PyTorch."""
+        return issubclass(kind, torch.Tensor)
+
     def check_devices(self, kinds: Iterable[str]) -> None:
         """Raise a ValueError if the backends of the group carry no tensors of a kind of device."""
         for kind in sorted(set(kinds) - self._backends.keys()):
@@ -168,6 +172,10 @@ class TorchDistributedCommunicator(JobCommunicator):
         """Start to exchange parts, into a new tensor."""
         out = torch.empty_like(buffer)
         return self._begin(lambda: dist.all_to_all_single(out, buffer, group=self._group, async_op=True), out)
+
+    def tile(self, buffer: Any, times: int) -> Any:
+        """Return ``times`` concatenated copies of a tensor."""
+        return buffer.repeat(times)
 
     def gather(self, array: np.ndarray, name: str) -> np.ndarray:
         """Gather an array, whose size may differ between ranks."""
@@ -262,7 +270,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         return known.made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (None if self.process_set is self._world else self.handshake_name,)
+        return _restored, (type(self), None if self.process_set is self._world else self.handshake_name)
 
 
 _registered: dict[tuple[int, ...], tuple[Any, Any]] = {}
@@ -280,17 +288,17 @@ def register_group(ranks: list[int]) -> Any:
     return known
 
 
-def _restored(handshake_name: str | None) -> TorchDistributedCommunicator:
+def _restored(cls: type[TorchDistributedCommunicator], handshake_name: str | None) -> TorchDistributedCommunicator:
     """Return the communicator of all ranks, or of a group, which only the process that made it knows."""
     if handshake_name is None:
-        return TorchDistributedCommunicator()
+        return cls()
     known = TorchDistributedCommunicator._own.get(f"{handshake_name}.own")
     if known is None:
         raise RuntimeError(
             "An optimizer over a torch.distributed.ProcessGroup can be unpickled only in the process that created the "
             "group: save its state_dict() instead"
         )
-    return TorchDistributedCommunicator(known.given)
+    return cls(known.given)
 
 
 @dataclass(frozen=True)

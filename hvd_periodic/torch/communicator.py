@@ -54,6 +54,7 @@ def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 FRONT_END = FrontEnd(
+    buffer=torch.Tensor,
     horovod_modules=("horovod.torch",),
     over_horovod=lambda process_set, module: HorovodCommunicator(module, process_set, torch.from_numpy),
     over_torch=_over_torch,

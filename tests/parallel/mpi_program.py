@@ -23,6 +23,8 @@ from tests.conformance.communicator_contract import check_communicator
 
 def main(folder: Path) -> None:
     """Write this rank's replica and center for each algorithm."""
+    from mpi4py import MPI
+
     communicator = MPICommunicator()
     check_communicator(communicator)
     if find_spec("torch") is not None:
@@ -34,8 +36,8 @@ def main(folder: Path) -> None:
     results = {}
     for name, make in (
         ("easgd", lambda *a: ElasticAverageOptimizer(*a, 2, moving_rate=0.25, process_set=communicator)),
-        ("average", lambda *a: ModelAverageOptimizer(*a, 2, process_set=communicator)),
-        ("agn", lambda *a: AGNOptimizer(*a, 4, process_set=communicator)),
+        ("average", lambda *a: ModelAverageOptimizer(*a, 2)),
+        ("agn", lambda *a: AGNOptimizer(*a, 4, process_set=MPI.COMM_WORLD)),
     ):
         x = np.array(oracle.START)
         optimizer = make(SGD(oracle.RATE, oracle.MOMENTUM), {"w": x})
@@ -48,18 +50,23 @@ def main(folder: Path) -> None:
 
 
 def beside_horovod(folder: Path, transport: str) -> None:
-    """Write the replica's way that is left to the center, and the center, of gradients −1 − 2 rank."""
+    """Write the replica's way that is left to the center, and the center, of gradients −1 − 2 rank.
+
+    Arrays are exchanged over Horovod meanwhile.
+    """
     import horovod.torch as hvd
     import torch
 
     import hvd_periodic.torch as hvdp
     from hvd_periodic.asynchronous.worker import VARIABLE
+    from hvd_periodic.numpy.communicator import communicator_of
 
     os.environ[VARIABLE] = transport
     hvd.init()
     x = torch.nn.Parameter(torch.zeros(3))
     local = torch.optim.SGD([x], lr=1.0)
     options = {"asynchronous": True, "process_set": MPICommunicator()}
+    check_communicator(communicator_of(None))
     optimizer = hvdp.ElasticAverageOptimizer(local, [("x", x)], 2, moving_rate=0.25, **options)
     for _ in range(8):
         x.grad = torch.full([3], -1.0 - 2 * hvd.rank())
