@@ -47,7 +47,7 @@ def _horovod(name: str) -> dict[str, Any]:
         return {"missing": True}
     try:
         hvd = importlib.import_module(f"horovod.{name}")
-    except ImportError as error:
+    except Exception as error:  # TensorFlow has errors of its own for a library that does not load.
         return {"version": version, "error": str(error).strip().splitlines()[0]}
     return {
         "version": version,

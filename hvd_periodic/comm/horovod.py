@@ -68,6 +68,7 @@ class HorovodCommunicator(JobCommunicator):
         name = f"hvd_periodic.{process_set.process_set_id}.meeting"
         super().__init__(process_set, ranks, self._hvd.rank(), name)
         self._place = (self._hvd.rank(), self._hvd.size())
+        self.shares_launcher = int(os.environ.get("OMPI_COMM_WORLD_SIZE", 0)) > self._hvd.size()  # hvd.init(comm=...)
         self.host = self._hvd.rank() - self._hvd.local_rank()  # The first rank of the host.
         self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         self.tracker.elastic = self.elastic
@@ -206,7 +207,7 @@ def horovod_module(name: str) -> Any:
     """
     try:
         return importlib.import_module(name)
-    except (ImportError, OSError) as error:
+    except Exception as error:  # TensorFlow has errors of its own for a library that does not load.
         reason = str(error).strip().partition("\n")[0]
         raise RuntimeError(
             f"{name} cannot be imported ({reason}): Horovod was built without this framework, or for another version "

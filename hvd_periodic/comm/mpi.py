@@ -64,9 +64,10 @@ class MPICommunicator(Communicator):
         self.size = self._comm.Get_size()
         self.host = stable_hash(socket.gethostname())
         self._given, self._liveness = comm, cast("LivenessBarrier | None", None)
+        self._ranks = _in_the_job(self._comm)
         self._watched = watched and self.size > 1
         if self._watched:
-            ranks = tuple(_in_the_job(self._comm))
+            ranks = tuple(self._ranks)
             _watched[ranks] += 1
             name = f"hvd_periodic.mpi.{stable_hash(str(ranks))}.{_watched[ranks]}"
             self.tracker = tracker_of(name, ranks[self.rank], ranks)
@@ -97,6 +98,11 @@ class MPICommunicator(Communicator):
                 "An optimizer over an mpi4py.MPI.Comm cannot be pickled or copied: save its state_dict() instead"
             )
         return type(self).over, ()
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The ranks in ``MPI.COMM_WORLD``."""
+        return self._ranks
 
     def address(self) -> tuple[np.ndarray | None, Exception | None]:
         """Return the address of this process's stall monitor."""
@@ -263,10 +269,10 @@ def _abort_after_error() -> None:
 
 def is_started() -> bool:
     """Return whether this process has started MPI through mpi4py, as one of several ranks."""
-    MPI: Any = sys.modules.get("mpi4py.MPI")
-    if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return False
-    return bool(MPI.COMM_WORLD.Get_size() > 1)
+    return bool(mpi.COMM_WORLD.Get_size() > 1)
 
 
 def world_numbering() -> tuple[int, int]:

@@ -141,7 +141,8 @@ class FrontEnd:
         used = [name for name in LIBRARIES if name == library or there[name]]
         (first, own), *others = [(LIBRARIES[name], _numbering(name, self)) for name in used]
         for other, theirs in others:
-            if theirs != own:
+            a_part = other == LIBRARIES["mpi"] and 1 < own[1] < theirs[1]  # Others train on the other ranks of MPI.
+            if theirs != own and not a_part:
                 return ValueError(
                     f"{first} and {other} are both initialized and must number ranks equally: this is rank {own[0]} of "
                     f"{own[1]} of {first}, and rank {theirs[0]} of {theirs[1]} of {other}. Initialize one of them; or "
