@@ -89,7 +89,7 @@ class Options(ExchangeOptions, total=False):
         process_set: the ranks that exchange: a Horovod process set, a ``torch.distributed.ProcessGroup``, or an
             ``mpi4py.MPI.Comm``; over Horovod also a function that returns the ranks of this rank's group, such as
             :func:`hvd_periodic.torch.node_ranks` and :func:`hvd_periodic.tensorflow.node_ranks`: it is called again
-            when elastic Horovod changes ranks. In PyTorch also a ``DeviceMesh`` of one dimension. A
+            when elastic Horovod changes ranks. A ``DeviceMesh`` of one dimension stands for its process group. A
             :class:`~hvd_periodic.Communicator` is used as it is: it must carry the front end's buffers. Default: all
             ranks of the library in ``HVD_PERIODIC_COMM``; else of the first that is ready: Horovod,
             torch.distributed, MPI; else this process alone.

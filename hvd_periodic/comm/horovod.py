@@ -216,6 +216,17 @@ def horovod_module(name: str) -> Any:
         ) from error
 
 
+def require_elastic(name: str) -> None:
+    """Raise an ImportError unless Horovod's module for a framework can be imported, for elastic jobs."""
+    try:
+        horovod_module(name)
+    except RuntimeError as error:
+        raise ImportError(
+            f"Elastic states are for elastic Horovod, and {error}. Without Horovod, restart all ranks, and resume from "
+            "a checkpoint"
+        ) from error
+
+
 def depart() -> None:
     """Wait for all ranks of the job, in every Horovod module of this process.
 

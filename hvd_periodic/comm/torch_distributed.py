@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.comm.local import started_by_mpi
@@ -52,11 +53,11 @@ class TorchDistributedCommunicator(JobCommunicator):
     each rank. Handshakes and objects travel over Gloo; tensors over the backends of the given group.
 
     Args:
-        group: the process group. Default: all ranks.
+        group: the process group, or a ``DeviceMesh`` of one dimension. Default: all ranks.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
-        ValueError: this rank is not in the group.
+        ValueError: this rank is not in the group, or the mesh has several dimensions.
     """
 
     native = torch.Tensor
@@ -69,6 +70,8 @@ class TorchDistributedCommunicator(JobCommunicator):
                 "torch.distributed is not initialized: call torch.distributed.init_process_group() before the "
                 "optimizer is constructed"
             )
+        if isinstance(group, DeviceMesh):
+            group = _of_mesh(group)
         if group is None:
             group = dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
@@ -314,6 +317,16 @@ class _Own:
     given: Any
     made: Any
     number: int
+
+
+def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of this rank in a mesh."""
+    if mesh.ndim != 1:
+        raise ValueError(
+            "`process_set` must be a DeviceMesh of one dimension: pass the one over which ranks exchange, as in "
+            f"mesh[{(mesh.mesh_dim_names or ('replicate',))[0]!r}]. Received: {mesh}"
+        )
+    return mesh.get_group()
 
 
 def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:

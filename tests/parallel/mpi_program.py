@@ -157,6 +157,9 @@ def errors(folder: Path) -> None:
             found["broken Horovod"] = attempt(averaged)
         with patch.dict(os.environ, {CHOICE: "mpi"}):
             found["MPI instead"] = attempt(averaged)
+    found["elastic"] = attempt(lambda: hvdp.elastic.State(optimizer=averaged()))
+    found["function"] = attempt(lambda: averaged(process_set=hvdp.node_ranks))
+    found["node_ranks"] = attempt(hvdp.node_ranks)
     found["on a GPU"] = attempt(lambda: MPICommunicator().check_devices(["cpu", "cuda"]))
     store = dist.FileStore(str(folder / "rendezvous"), size)
     dist.init_process_group("gloo", store=store, rank=size - 1 - rank, world_size=size)

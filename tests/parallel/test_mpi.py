@@ -102,6 +102,9 @@ def test_libraries_that_disagree_or_do_not_work(tmp_path: Path) -> None:
                 "RuntimeError: horovod.torch cannot be imported (import of horovod.torch halted"
             )
             assert "bash run_scripts/setup.sh --use-current-env" in found[case]
+        assert "exchanges over MPI, whose ranks cannot change" in found["elastic"]
+        assert found["function"].startswith("ValueError: A function as `process_set` is for Horovod")
+        assert found["node_ranks"].startswith("RuntimeError: node_ranks() needs Horovod")
         assert "MPICommunicator carries no tensors of a cuda device" in found["on a GPU"]
         numbers = f"this is rank {1 - rank} of 2 of torch.distributed, and rank {rank} of 2 of MPI"
         for case in ("numbers of PyTorch", "numbers of MPI", "numbers, for arrays"):
