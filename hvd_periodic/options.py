@@ -93,12 +93,13 @@ class Options(ExchangeOptions, total=False):
             "local"}``; or a function (name, parameter) that returns a policy or None. Default, and for parameters that
             a dict or function leaves open: ``"average"``.
         root_rank: the rank, in the job's numbering, from whose values all ranks start. Default: the first.
-        process_set: the Horovod process set that exchanges, default all ranks; any
-            :class:`~hvd_periodic.Communicator`; in PyTorch and Keras also a function that returns the ranks of this
-            rank's group, such as :func:`hvd_periodic.torch.node_ranks` and :func:`hvd_periodic.tensorflow.node_ranks`:
-            it is called again when elastic Horovod changes ranks. In PyTorch also a
-            ``torch.distributed.ProcessGroup``, or a ``DeviceMesh`` of one dimension. In numpy only a communicator,
-            default: this process alone.
+        process_set: the ranks that exchange: a Horovod process set, a ``torch.distributed.ProcessGroup``, or an
+            ``mpi4py.MPI.Comm``; over Horovod also a function that returns the ranks of this rank's group, such as
+            :func:`hvd_periodic.torch.node_ranks` and :func:`hvd_periodic.tensorflow.node_ranks`: it is called again
+            when elastic Horovod changes ranks. A ``DeviceMesh`` of one dimension stands for its process group. A
+            :class:`~hvd_periodic.Communicator` is used as it is: it must carry the front end's buffers. Default: all
+            ranks of the library in ``HVD_PERIODIC_COMM``; else of the first that is ready: Horovod,
+            torch.distributed, MPI; else this process alone.
     """
 
     parameters: Annotated[Policies, None]

@@ -1,6 +1,6 @@
 """Check the installation, and run an exchange between two ranks; findings name the command that fixes them.
 
-  hvdp doctor            all checks; a minute or two
+  hvdp doctor            all checks; under a minute on two idle cores
   hvdp doctor --quick    starts no jobs
 
 Every check that may hang or crash runs in a separate process with a time limit. The exit code is 0 if there is no
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -67,24 +68,28 @@ class CheckRunner:
         """Return the findings for ``ranks`` ranks on this host; ``quick``: start no jobs."""
         environment = self._environment
         found = [Finding(OK, "hvd_periodic", f"{__version__}, numpy {np.__version__}")]
-        with output.progress("checking", 4 if quick else 12) as advance:
-
-            def facts(name: str) -> dict[str, Any]:
-                advance(1, f"checking {name}")
-                return self._probe(name)
-
-            frameworks = {name: facts(name) for name in software_checks.TITLES}
+        with output.progress("checking", 1 if quick else 8) as advance:
+            names = (*software_checks.FRAMEWORKS, "mpi", "name")
+            advance(0, "importing frameworks")
+            with ThreadPoolExecutor() as threads:
+                facts = dict(zip(names, threads.map(self._probe, names), strict=True))
+            advance(1, "checking this machine")
+            frameworks = {name: facts[name] for name in software_checks.FRAMEWORKS}
             found += self._checked("frameworks", lambda: software_checks.frameworks(frameworks, environment))
             path = environment.get("PATH", os.defpath)
             mpiruns, horovodruns = software_checks.on_path("mpirun", path), software_checks.on_path("horovodrun", path)
-            found += self._checked("launchers", lambda: software_checks.launchers(mpiruns, horovodruns))
+            installed = {name: facts for name, facts in frameworks.items() if "version" in facts}
+            horovod = any("missing" not in facts["horovod"] for facts in installed.values())
+            found += self._checked(
+                "launchers",
+                lambda: software_checks.launchers(mpiruns, horovodruns, horovod=horovod, torch="torch" in installed),
+            )
             version = ""
             if mpiruns:
                 version = processes.run([str(mpiruns[0]), "--version"], self._seconds, environment).output
-            mpi4py = facts("mpi")
+            mpi4py = facts["mpi"]
             found += self._checked("mpirun", lambda: software_checks.mpi(version, mpi4py))
-            name = facts("name")
-            found += self._checked("host name", lambda: machine_checks.host_name(name))
+            found += self._checked("host name", lambda: machine_checks.host_name(facts["name"]))
             cores = len(os.sched_getaffinity(0))
             open_mpi = "Open MPI" in version or "Open RTE" in version
             found += self._checked("/dev/shm", machine_checks.shared_memory)
@@ -93,13 +98,13 @@ class CheckRunner:
             found += self._checked(
                 "settings", lambda: machine_checks.settings(environment, os.geteuid() == 0, open_mpi)
             )
-            works = [name for name, facts in frameworks.items() if software_checks.works(facts)]
-            if not quick and works:
-                built = {name: frameworks[name]["horovod"] for name in works}
-                mpirun, horovodrun = (str(files[0]) if files else None for files in (mpiruns, horovodruns))
-                for job in job_checks.jobs(mpirun, horovodrun, built, "version" in mpi4py):
-                    advance(1, f"trying {job.what}")
-                    found += self._checked(job.what, partial(self._tried, job))
+            mpirun, horovodrun = (str(files[0]) if files else None for files in (mpiruns, horovodruns))
+            built = {name: each["horovod"] if software_checks.works(each) else {} for name, each in installed.items()}
+            software = job_checks.Software(mpirun, horovodrun, built, "version" in mpi4py)
+            found += software.missing()
+            for job in [] if quick else software.jobs():
+                advance(1, f"trying {job.what}")
+                found += self._checked(job.what, partial(self._tried, job))
         return found
 
     def _probe(self, name: str) -> dict[str, Any]:
@@ -111,7 +116,7 @@ class CheckRunner:
         return {"failed": reason, "host": "", "error": reason}
 
     def _tried(self, job: job_checks.Job) -> list[Finding]:
-        return [job_checks.try_job(job, self._seconds, self._environment)]
+        return job_checks.try_job(job, self._seconds, self._environment)
 
     def _checked(self, what: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
         """Return the findings of a check; if it fails, the others still run."""

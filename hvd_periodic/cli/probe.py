@@ -1,10 +1,11 @@
 """Probes that the doctor runs in other processes: imports, and exchanges between ranks.
 
     python -m hvd_periodic.cli.probe torch | tensorflow | mpi | name
-    mpirun -np 2 python -m hvd_periodic.cli.probe exchange torch [SECONDS]
+    mpirun -np 2 python -m hvd_periodic.cli.probe exchange torch:mpi,numpy:mpi,torch:horovod FILE [SECONDS]
     mpirun -np 2 python -m hvd_periodic.cli.probe asynchronous [SECONDS]
 
-Prints a line of JSON, on one rank. After SECONDS a process ends, and prints its traceback.
+Prints a line of JSON for each exchange, on one rank. After SECONDS a process ends, and prints its traceback. Ranks of
+torch.distributed that torchrun has not started meet in FILE, a new one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import json
+import os
 import socket
 import sys
 import time
@@ -20,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.cli import ranks
 from hvd_periodic.cli.processes import MARK
+from hvd_periodic.comm.selection import VARIABLE, FrontEnd
 from hvd_periodic.numpy import SGD, ElasticAverageOptimizer
 
 
@@ -47,7 +49,7 @@ def _horovod(name: str) -> dict[str, Any]:
         return {"missing": True}
     try:
         hvd = importlib.import_module(f"horovod.{name}")
-    except ImportError as error:
+    except Exception as error:  # TensorFlow has errors of its own for a library that does not load.
         return {"version": version, "error": str(error).strip().splitlines()[0]}
     return {
         "version": version,
@@ -78,25 +80,68 @@ def name() -> dict[str, Any]:
         return {"host": host, "error": str(error)}
 
 
-def exchange(which: str) -> dict[str, Any] | None:
-    """Sum a vector over the ranks of this job; return the result on the first rank only."""
-    try:
-        job = ranks.FRAMEWORKS[which]()
-    except RuntimeError as error:
-        return {"error": str(error)}
-    hvd, communicator = importlib.import_module(f"horovod.{which}"), job.communicator
-    total = communicator.allreduce(job.tensor(np.full(1000, communicator.rank + 1.0, np.float32)), "hvdp.probe")()
+def exchange(ways: str, file: str) -> None:
+    """Exchange over the ranks of this job in some ways, one after another; print each result on the first rank.
+
+    Args:
+        ways: pairs of a front end and a library, ``"torch:mpi,numpy:mpi"``.
+        file: where ranks of torch.distributed meet.
+    """
+    for way in ways.split(","):
+        front_end, library = way.split(":")
+        os.environ[VARIABLE] = library
+        try:
+            found = _exchanged(front_end, library, file)
+        except (ImportError, RuntimeError, ValueError) as error:
+            found = {"error": str(error)} if _rank() in (None, 0) else None
+        if found is not None:
+            print(MARK + json.dumps({"way": way, **found}), flush=True)
+
+
+def _exchanged(front_end: str, library: str, file: str) -> dict[str, Any] | None:
+    """Sum a vector over all ranks; return the result on the first rank only."""
+    chosen: FrontEnd = importlib.import_module(f"hvd_periodic.{front_end}.communicator").FRONT_END
+    hvd: Any = None
+    if library == "horovod":
+        names = chosen.horovod_modules
+        hvd = importlib.import_module(next((name for name in names if name in sys.modules), names[0]))
+        hvd.init()
+    elif library == "torch":
+        _init_torch(file)
+    communicator = chosen.communicator_of(None)
+    values = np.full(1000, communicator.rank + 1.0, np.float32)
+    total = communicator.allreduce(_TENSOR[front_end](values), "hvdp.probe")()
     expected = communicator.size * (communicator.size + 1) / 2
-    found: dict[str, Any] = {
-        "ranks": communicator.size,
-        "right": bool((np.asarray(total) == expected).all()),
-        "controller": "MPI" if hvd.mpi_enabled() else "Gloo",
-    }
-    if hvd.mpi_enabled():
-        found["threads"] = bool(hvd.mpi_threads_supported())
-        found["world"] = _world()
+    found: dict[str, Any] = {"ranks": communicator.size, "right": bool((np.asarray(total) == expected).all())}
+    if hvd is not None and hvd.mpi_enabled():
+        found |= {"threads": bool(hvd.mpi_threads_supported()), "world": _world()}
     seen = communicator.allgather_object(found, "hvdp.seen")
     return seen[0] | {"right": all(each["right"] for each in seen)} if communicator.rank == 0 else None
+
+
+_TENSOR: dict[str, Callable[[np.ndarray], Any]] = {
+    "numpy": lambda array: array,
+    "torch": lambda array: importlib.import_module("torch").from_numpy(array),
+    "tensorflow": lambda array: importlib.import_module("tensorflow").convert_to_tensor(array),
+}
+
+
+def _init_torch(file: str) -> None:
+    """Initialize torch.distributed, unless it is."""
+    distributed: Any = importlib.import_module("torch.distributed")
+    if distributed.is_initialized():
+        return
+    if "WORLD_SIZE" in os.environ:
+        distributed.init_process_group("gloo")
+    else:
+        size = next(int(os.environ[name]) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in os.environ)
+        distributed.init_process_group("gloo", init_method=f"file://{file}", rank=_rank(), world_size=size)
+
+
+def _rank() -> int | None:
+    """Return the rank that the launcher has given to this process; None: it has given none."""
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK", "RANK")
+    return next((int(os.environ[name]) for name in names if name in os.environ), None)
 
 
 def asynchronous() -> dict[str, Any] | None:

@@ -38,14 +38,19 @@ class ProgramResult:
 
     @property
     def report(self) -> dict[str, Any] | None:
-        """Report of a probe among its processes; None: there is none."""
+        """First report of a probe among its processes; None: there is none."""
+        return next(iter(self.reports), None)
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        """Reports of probes among its processes."""
+        found = []
         for line in self.output.splitlines():
             _, mark, text = line.partition(MARK)
             if mark:
                 with suppress(ValueError):
-                    found: dict[str, Any] = json.JSONDecoder().raw_decode(text)[0]
-                    return found
-        return None
+                    found.append(json.JSONDecoder().raw_decode(text)[0])
+        return found
 
     def last(self, lines: int = 3) -> str:
         """Return the last lines of its output, joined to one line."""

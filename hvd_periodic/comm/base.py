@@ -16,6 +16,7 @@ from hvd_periodic.comm.collective_tracker import CollectiveTracker, NullTracker
 from hvd_periodic.comm.collectives import Collectives
 from hvd_periodic.comm.handshake import Purpose, Record, describe_conflict, integers, unpack_records
 from hvd_periodic.comm.transports import LONG, Messages, SharedMemory
+from hvd_periodic.ranks import named
 from hvd_periodic.spellings import rename_members
 
 T = TypeVar("T")
@@ -130,7 +131,7 @@ class Communicator(Collectives):
         return self.global_ranks[self.rank]
 
     def rank_of(self, global_rank: int | None) -> int:
-        """Return the rank within this set of the global rank ``global_rank``; for None, the lowest.
+        """Return the rank within this set of the global rank ``global_rank``; for None, the first.
 
         Raises:
             TypeError: it is not an int.
@@ -138,9 +139,10 @@ class Communicator(Collectives):
         """
         if global_rank is None:
             return 0
-        if require_int(global_rank, "`root_rank`", minimum=0) >= self.size:
-            raise ValueError(f"`root_rank` must be one of the ranks 0 to {self.size - 1}. Received: {global_rank!r}")
-        return global_rank
+        ranks = self.global_ranks
+        if require_int(global_rank, "`root_rank`", minimum=0) not in ranks:
+            raise ValueError(f"`root_rank` must be one of {named(ranks)} of the set. Received: {global_rank!r}")
+        return ranks.index(global_rank)
 
     def check(self) -> None:
         """Raise on all ranks if they disagree about the members of the set. Collective."""

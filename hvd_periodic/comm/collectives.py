@@ -123,6 +123,10 @@ class Collectives(ABC):
         """Return an array as a buffer of these collectives, which may share its memory; local."""
         return array
 
+    def carries(self, kind: type) -> bool:
+        """Return whether the collectives carry buffers of a class, such as ``torch.Tensor``, in host memory."""
+        return True
+
     def check_devices(self, kinds: Iterable[str]) -> None:
         """Raise a ValueError if the collectives cannot carry tensors of a kind of device, such as ``"cuda"``."""
 

@@ -45,7 +45,7 @@ class HorovodCommunicator(JobCommunicator):
     sums = frozenset({"f2"})
 
     def __init__(self, framework: str, process_set: Any, tensor: Callable[[np.ndarray], Any]) -> None:
-        self._hvd: Any = importlib.import_module(framework)
+        self._hvd: Any = horovod_module(framework)
         if not self._hvd.is_initialized():
             raise RuntimeError("Horovod is not initialized: call hvd.init() before the optimizer is constructed")
         _refuse_unknown_launcher(self._hvd.size())
@@ -63,11 +63,12 @@ class HorovodCommunicator(JobCommunicator):
                 f"`process_set` must contain this rank ({self._hvd.rank()}): construct the optimizer only on the ranks "
                 f"of the set. Received: {process_set}"
             )
-        self._framework = framework
-        self._tensor = tensor
+        self._framework, self._tensor = framework, tensor
+        self.native = type(tensor(np.zeros(1)))
         name = f"hvd_periodic.{process_set.process_set_id}.meeting"
         super().__init__(process_set, ranks, self._hvd.rank(), name)
         self._place = (self._hvd.rank(), self._hvd.size())
+        self.shares_launcher = int(os.environ.get("OMPI_COMM_WORLD_SIZE", 0)) > self._hvd.size()  # hvd.init(comm=...)
         self.host = self._hvd.rank() - self._hvd.local_rank()  # The first rank of the host.
         self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         self.tracker.elastic = self.elastic
@@ -135,6 +136,10 @@ class HorovodCommunicator(JobCommunicator):
         """Return a tensor in host memory."""
         return self._tensor(array)
 
+    def carries(self, kind: type) -> bool:
+        """Return whether these are tensors of the framework."""
+        return issubclass(kind, self.native)
+
     def tile(self, buffer: Any, times: int) -> Any:
         """Return ``times`` concatenated copies of a tensor."""
         return buffer.repeat(times)
@@ -192,6 +197,34 @@ class HorovodCommunicator(JobCommunicator):
     def __reduce__(self) -> tuple[Any, ...]:
         process_set = None if self.process_set.process_set_id == 0 else self.process_set
         return HorovodCommunicator, (self._framework, process_set, self._tensor)
+
+
+def horovod_module(name: str) -> Any:
+    """Return Horovod's module for a framework, such as ``"horovod.torch"``.
+
+    Raises:
+        RuntimeError: Horovod was built without the framework, or for another version of it.
+    """
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # TensorFlow has errors of its own for a library that does not load.
+        reason = str(error).strip().partition("\n")[0]
+        raise RuntimeError(
+            f"{name} cannot be imported ({reason}): Horovod was built without this framework, or for another version "
+            "of it. Build it again, with bash run_scripts/setup.sh --use-current-env in a clone of hvd_periodic; or "
+            "exchange over another library: HVD_PERIODIC_COMM=torch or =mpi"
+        ) from error
+
+
+def require_elastic(name: str) -> None:
+    """Raise an ImportError unless Horovod's module for a framework can be imported, for elastic jobs."""
+    try:
+        horovod_module(name)
+    except RuntimeError as error:
+        raise ImportError(
+            f"Elastic states are for elastic Horovod, and {error}. Without Horovod, restart all ranks, and resume from "
+            "a checkpoint"
+        ) from error
 
 
 def depart() -> None:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from hvd_periodic.arguments import require_int
 from hvd_periodic.comm import collectives
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.collective_tracker import ASYNCHRONOUS_START, tracker_of
@@ -19,7 +18,6 @@ from hvd_periodic.comm.groups import divides_the_job
 from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
 from hvd_periodic.comm.stall_monitor import monitor_address
 from hvd_periodic.comm.transports import LocalMemory, Messages, SharedMemory
-from hvd_periodic.ranks import named
 
 T = TypeVar("T")
 
@@ -39,6 +37,8 @@ class JobCommunicator(Communicator):
     """
 
     piggyback_limit_bytes = 512 * 2**10
+    shares_launcher: bool = False
+    """Whether the launcher has started other jobs of the library, whose ranks have the same numbers."""
     _constructed: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, process_set: Any, ranks: Sequence[int], rank: int, handshake_name: str) -> None:
@@ -94,7 +94,7 @@ class JobCommunicator(Communicator):
         """Return the address of this process's stall monitor."""
         if self.problem is not None or self.size == 1:
             return None, self.problem
-        return monitor_address(self.tracker, self.one_host, self.store)
+        return monitor_address(self.tracker, self.one_host, self.store, marked=not self.shares_launcher)
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Gather an array."""
@@ -116,14 +116,6 @@ class JobCommunicator(Communicator):
                 if part.size:
                     parts.setdefault(sender, []).append(part)
         return {sender: pickle.loads(np.concatenate(found).data) for sender, found in parts.items()}
-
-    def rank_of(self, global_rank: int | None) -> int:
-        """Return the rank within the set of a global rank; for None, the lowest."""
-        if global_rank is None:
-            return 0
-        if require_int(global_rank, "`root_rank`", minimum=0) not in self.ranks:
-            raise ValueError(f"`root_rank` must be one of {named(self.ranks)} of the set. Received: {global_rank!r}")
-        return self.ranks.index(global_rank)
 
     def shares_memory(self) -> bool:
         """Return whether all ranks are on one host, according to the MPI that runs next to the library."""

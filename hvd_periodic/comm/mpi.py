@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -64,9 +64,10 @@ class MPICommunicator(Communicator):
         self.size = self._comm.Get_size()
         self.host = stable_hash(socket.gethostname())
         self._given, self._liveness = comm, cast("LivenessBarrier | None", None)
+        self._ranks = _in_the_job(self._comm)
         self._watched = watched and self.size > 1
         if self._watched:
-            ranks = tuple(_in_the_job(self._comm))
+            ranks = tuple(self._ranks)
             _watched[ranks] += 1
             name = f"hvd_periodic.mpi.{stable_hash(str(ranks))}.{_watched[ranks]}"
             self.tracker = tracker_of(name, ranks[self.rank], ranks)
@@ -97,6 +98,11 @@ class MPICommunicator(Communicator):
                 "An optimizer over an mpi4py.MPI.Comm cannot be pickled or copied: save its state_dict() instead"
             )
         return type(self).over, ()
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The ranks in ``MPI.COMM_WORLD``."""
+        return self._ranks
 
     def address(self) -> tuple[np.ndarray | None, Exception | None]:
         """Return the address of this process's stall monitor."""
@@ -149,6 +155,14 @@ class MPICommunicator(Communicator):
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Gather an array."""
         return np.asarray(self.allgather(values, name))
+
+    def check_devices(self, kinds: Iterable[str]) -> None:
+        """Raise a ValueError for tensors on another device than the CPU."""
+        for kind in sorted(set(kinds) - {"cpu"}):
+            raise ValueError(
+                f"MPICommunicator carries no tensors of a {kind} device, and part of the model is on one: pass its "
+                "mpi4py.MPI.Comm as `process_set` instead, so that they travel through host memory"
+            )
 
     def shares_memory(self) -> bool:
         """Return whether all ranks are on one host."""
@@ -251,6 +265,14 @@ def _abort_after_error() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)
+
+
+def is_started() -> bool:
+    """Return whether this process has started MPI through mpi4py, as one of several ranks."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return False
+    return bool(mpi.COMM_WORLD.Get_size() > 1)
 
 
 def world_numbering() -> tuple[int, int]:

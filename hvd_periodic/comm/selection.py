@@ -12,9 +12,9 @@ from inspect import isfunction
 from typing import Any
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.horovod import register
+from hvd_periodic.comm.horovod import horovod_module, register
 from hvd_periodic.comm.local import only_rank, started_alone, started_by_mpi
-from hvd_periodic.comm.mpi import group_of_ranks, world_numbering
+from hvd_periodic.comm.mpi import group_of_ranks, is_started, world_numbering
 from hvd_periodic.comm.subset import Subset
 
 VARIABLE = "HVD_PERIODIC_COMM"
@@ -29,12 +29,14 @@ class FrontEnd:
     """The communicators of a front end.
 
     Attributes:
+        buffer: the class of its buffers in host memory.
         horovod_modules: modules of Horovod that carry its buffers: the first that is initialized is used.
         over_horovod: returns a communicator over a process set (None: all ranks), given the name of Horovod's module.
         over_torch: returns a communicator over a process group of torch.distributed, or a DeviceMesh.
         over_mpi: returns a communicator over an ``mpi4py.MPI.Comm``.
     """
 
+    buffer: type
     horovod_modules: tuple[str, ...]
     over_horovod: Callable[[Any, str], Communicator]
     over_torch: Callable[[Any], Communicator]
@@ -56,7 +58,7 @@ class FrontEnd:
         return requested() or next((library for library in LIBRARIES if self.ready(library)), None)
 
     def communicator_of(self, process_set: Any) -> Communicator:
-        """Return the communicator over some ranks; a communicator is returned as it is.
+        """Return the communicator over some ranks; a communicator is returned as it is, and nothing is staged for it.
 
         Args:
             process_set: a process set of Horovod; a ``torch.distributed.ProcessGroup``; a ``DeviceMesh`` of one
@@ -67,9 +69,18 @@ class FrontEnd:
 
         Raises:
             RuntimeError: the library is not ready, and this process is one of several; or it is not installed.
+            TypeError: it is none of these; or it is a communicator that does not carry the buffers of this front end.
             ValueError: this rank is not in the set; or libraries number ranks differently.
         """
         if isinstance(process_set, Communicator):
+            if not process_set.carries(self.buffer):
+                kind = f"{self.buffer.__module__}.{self.buffer.__name__}"
+                raise TypeError(
+                    f"A communicator that is passed as `process_set` is used as it is, and this one does not carry "
+                    f"{kind}: pass the process set, the ProcessGroup or the "
+                    "mpi4py.MPI.Comm instead, over which buffers of any kind travel. Received: "
+                    f"{type(process_set).__name__}"
+                )
             return process_set
         if isfunction(process_set):
             if self.library() not in ("horovod", None):
@@ -99,7 +110,7 @@ class FrontEnd:
         if requested() is None and library in (None, "mpi") and find_spec("horovod") is not None:
             library = "horovod"
         if library == "horovod" and self.horovod() is None and find_spec("horovod") is not None:
-            importlib.import_module(self.horovod_modules[0]).init(process_sets="dynamic")
+            horovod_module(self.horovod_modules[0]).init(process_sets="dynamic")
         communicator = self._made(None, library)
         if library == "torch":
             return communicator, importlib.import_module("hvd_periodic.comm.torch_distributed").register_group
@@ -126,10 +137,12 @@ class FrontEnd:
 
     def _disagreement(self, library: str | None) -> ValueError | None:
         """Return an error if another library is initialized as well and numbers the ranks of the job differently."""
-        used = [name for name in LIBRARIES if name == library or (name != "mpi" and self.ready(name))]
+        there = {name: is_started() if name == "mpi" else self.ready(name) for name in LIBRARIES}
+        used = [name for name in LIBRARIES if name == library or there[name]]
         (first, own), *others = [(LIBRARIES[name], _numbering(name, self)) for name in used]
         for other, theirs in others:
-            if theirs != own:
+            a_part = other == LIBRARIES["mpi"] and 1 < own[1] < theirs[1]  # Others train on the other ranks of MPI.
+            if theirs != own and not a_part:
                 return ValueError(
                     f"{first} and {other} are both initialized and must number ranks equally: this is rank {own[0]} of "
                     f"{own[1]} of {first}, and rank {theirs[0]} of {theirs[1]} of {other}. Initialize one of them; or "
@@ -171,7 +184,14 @@ def _library_of(process_set: Any) -> str | None:
     distributed = sys.modules.get("torch.distributed") if has_torch_distributed() else None
     if "torch" in names or (distributed and process_set == distributed.GroupMember.NON_GROUP_MEMBER):
         return "torch"
-    return "mpi" if "mpi4py" in names else "horovod"
+    if "mpi4py" in names:
+        return "mpi"
+    if not hasattr(process_set, "process_set_id"):
+        raise TypeError(
+            "`process_set` must be a Horovod process set, a torch.distributed.ProcessGroup, an mpi4py.MPI.Comm, a "
+            f"Communicator, or a function that returns ranks. Received: {process_set!r}"
+        )
+    return "horovod"
 
 
 def _require_installed(library: str, process_set: Any) -> None:
@@ -193,7 +213,14 @@ def _require_mpi_launcher(process_set: Any) -> None:
             "script with mpirun, or srun --mpi=pmix, of the MPI for which mpi4py is built; to train alone, leave both "
             f"out. Received: {VARIABLE}={os.environ.get(VARIABLE, '')!r}, process_set={process_set!r}"
         )
-    if world_numbering()[1] == 1 and not started_alone():
+    try:
+        _, size = world_numbering()
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            f"mpi4py cannot be imported ({error}): build it for the MPI whose launcher starts the ranks: "
+            "pip install --force-reinstall --no-binary mpi4py mpi4py"
+        ) from error
+    if size == 1 and not started_alone():
         raise RuntimeError(
             "A launcher of MPI has started this process as one of several, and mpi4py, built for another MPI, sees "
             "one: build it for the MPI of the launcher: pip install --force-reinstall --no-binary mpi4py mpi4py"

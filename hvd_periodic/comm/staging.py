@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -83,6 +83,13 @@ class Staged(Collectives):
             return self._received(lambda: received, buffer)(), given
 
         return finish
+
+    def carries(self, kind: type) -> bool:
+        """Return True: any buffers of the front end."""
+        return True
+
+    def check_devices(self, kinds: Iterable[str]) -> None:
+        """Do nothing: buffers of any device pass through host memory."""
 
     def tile(self, buffer: Any, times: int) -> Any:
         """Return ``times`` concatenated copies of a buffer."""

@@ -355,9 +355,15 @@ def stall_monitor(one_host: bool) -> StallMonitor | None:
 
 
 def monitor_address(
-    tracker: CollectiveTracker, one_host: bool, store: Callable[[], Any] = lambda: None
+    tracker: CollectiveTracker, one_host: bool, store: Callable[[], Any] = lambda: None, marked: bool = True
 ) -> tuple[np.ndarray | None, Exception | None]:
     """Return the address of this process's stall monitor, after this rank has left a mark that it has arrived.
+
+    Args:
+        tracker: the ranks.
+        one_host: whether all of them are on this host.
+        store: returns the store for the mark; None: the launcher's.
+        marked: whether to leave a mark: not if other ranks of the launcher have the same name and number.
 
     Returns:
         the address, or None if this host allows no monitor; and the error that keeps this rank from going on, if any.
@@ -366,7 +372,7 @@ def monitor_address(
         monitor = stall_monitor(one_host)
     except ValueError as error:
         return None, error
-    if not tracker.peers and not tracker.elastic:
+    if marked and not tracker.peers and not tracker.elastic:
         mark_arrived(tracker.name, tracker.rank, store())
     return None if monitor is None else monitor.address(tracker), None
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.comm.local import started_by_mpi
@@ -52,11 +53,11 @@ class TorchDistributedCommunicator(JobCommunicator):
     each rank. Handshakes and objects travel over Gloo; tensors over the backends of the given group.
 
     Args:
-        group: the process group. Default: all ranks.
+        group: the process group, or a ``DeviceMesh`` of one dimension. Default: all ranks.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
-        ValueError: this rank is not in the group.
+        ValueError: this rank is not in the group, or the mesh has several dimensions.
     """
 
     native = torch.Tensor
@@ -69,6 +70,8 @@ class TorchDistributedCommunicator(JobCommunicator):
                 "torch.distributed is not initialized: call torch.distributed.init_process_group() before the "
                 "optimizer is constructed"
             )
+        if isinstance(group, DeviceMesh):
+            group = _of_mesh(group)
         if group is None:
             group = dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
@@ -116,6 +119,10 @@ class TorchDistributedCommunicator(JobCommunicator):
     def of_array(self, array: np.ndarray) -> torch.Tensor:
         """Return a tensor in host memory."""
         return torch.from_numpy(array)
+
+    def carries(self, kind: type) -> bool:
+        """Return whether these are tensors of PyTorch."""
+        return issubclass(kind, torch.Tensor)
 
     def check_devices(self, kinds: Iterable[str]) -> None:
         """Raise a ValueError if the backends of the group carry no tensors of a kind of device."""
@@ -168,6 +175,10 @@ class TorchDistributedCommunicator(JobCommunicator):
         """Start to exchange parts, into a new tensor."""
         out = torch.empty_like(buffer)
         return self._begin(lambda: dist.all_to_all_single(out, buffer, group=self._group, async_op=True), out)
+
+    def tile(self, buffer: Any, times: int) -> Any:
+        """Return ``times`` concatenated copies of a tensor."""
+        return buffer.repeat(times)
 
     def gather(self, array: np.ndarray, name: str) -> np.ndarray:
         """Gather an array, whose size may differ between ranks."""
@@ -262,7 +273,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         return known.made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (None if self.process_set is self._world else self.handshake_name,)
+        return _restored, (type(self), None if self.process_set is self._world else self.handshake_name)
 
 
 _registered: dict[tuple[int, ...], tuple[Any, Any]] = {}
@@ -280,17 +291,17 @@ def register_group(ranks: list[int]) -> Any:
     return known
 
 
-def _restored(handshake_name: str | None) -> TorchDistributedCommunicator:
+def _restored(cls: type[TorchDistributedCommunicator], handshake_name: str | None) -> TorchDistributedCommunicator:
     """Return the communicator of all ranks, or of a group, which only the process that made it knows."""
     if handshake_name is None:
-        return TorchDistributedCommunicator()
+        return cls()
     known = TorchDistributedCommunicator._own.get(f"{handshake_name}.own")
     if known is None:
         raise RuntimeError(
             "An optimizer over a torch.distributed.ProcessGroup can be unpickled only in the process that created the "
             "group: save its state_dict() instead"
         )
-    return TorchDistributedCommunicator(known.given)
+    return cls(known.given)
 
 
 @dataclass(frozen=True)
@@ -306,6 +317,16 @@ class _Own:
     given: Any
     made: Any
     number: int
+
+
+def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of this rank in a mesh."""
+    if mesh.ndim != 1:
+        raise ValueError(
+            "`process_set` must be a DeviceMesh of one dimension: pass the one over which ranks exchange, as in "
+            f"mesh[{(mesh.mesh_dim_names or ('replicate',))[0]!r}]. Received: {mesh}"
+        )
+    return mesh.get_group()
 
 
 def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:

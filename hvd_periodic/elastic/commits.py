@@ -427,13 +427,15 @@ class CommittedState(ABC):
 def refuse_fixed(name: str, synchronizer: ReplicaSynchronizer[Any], averages: bool) -> None:
     """Raise a ValueError if the ranks of an optimizer, the argument ``name``, cannot change."""
     communicator = synchronizer.membership.communicator.handshake_group
-    within = getattr(getattr(communicator, "process_set", None), "process_set_id", type(communicator).__name__)
+    within = getattr(getattr(communicator, "process_set", None), "process_set_id", None)
     refused = {
         "has 'local' `parameters`, which no rank has for one that joins": synchronizer.replica.keeps_own,
         "exchanges asynchronously, and MPI ends with the first rank": synchronizer.exchanger.worker is not None,
         "wraps an hvd.DistributedOptimizer, whose ranks have to agree at every step": averages,
         f"exchanges within process set {within}, with which Horovod ends all ranks when one is lost; use "
-        "process_set=hvdp.node_ranks instead": within != 0,
+        "process_set=hvdp.node_ranks instead": within not in (0, None),
+        f"exchanges over {communicator.description}, whose ranks cannot change: restart all of them, and resume from a "
+        "checkpoint": within is None,
     }
     for why, found in refused.items():
         if found:

@@ -12,8 +12,9 @@ import numpy as np
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed, spelled
 from hvd_periodic.centers.learning_rates import LearningRates
-from hvd_periodic.comm import Communicator, LocalCommunicator
 from hvd_periodic.comm.agreement import build_on_all
+from hvd_periodic.comm.subset import require_possible
+from hvd_periodic.numpy.communicator import communicator_of
 from hvd_periodic.numpy.optimizer_state import ArrayOptimizerState
 from hvd_periodic.numpy.outer import ArrayOuterOptimizer
 from hvd_periodic.numpy.replica import NamedArrays, NumpyReplica
@@ -61,13 +62,12 @@ class PeriodicOptimizer:
         asynchronous: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        comm = LocalCommunicator() if options["process_set"] is None else options["process_set"]
-        if not isinstance(comm, Communicator):
-            raise TypeError(f"`process_set` must be a Communicator. Received: {type(comm).__name__}")
+        comm = communicator_of(options["process_set"])
         name = comm.unique_name(options["timeout_seconds"])
 
         def build() -> ReplicaSynchronizer[Array]:
             replica = NumpyReplica(model, parameters=options["parameters"])
+            require_possible(comm, options["center"], options["nonfinite"], asynchronous, options["overlap"])
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             moving = made.outer_optimizer(optimizer, outer_optimizer)
             return ReplicaSynchronizer(

@@ -71,6 +71,10 @@ class TensorFlowCommunicator(HorovodCommunicator):
         parts = self.tracker.run_blocking(lambda: _THREAD.submit(run).result())
         return lambda: parts
 
+    def carries(self, kind: type) -> bool:
+        """Return whether these are tensors of TensorFlow, or arrays."""
+        return issubclass(kind, (tf.Tensor, np.ndarray))
+
     def tile(self, buffer: Any, times: int) -> Any:
         """Return a tensor or an array, repeated."""
         return np.tile(buffer, times) if isinstance(buffer, np.ndarray) else tf.tile(buffer, [times])
@@ -200,6 +204,7 @@ def _over_torch(process_set: Any) -> Communicator:
 
 
 FRONT_END = FrontEnd(
+    buffer=np.ndarray,
     horovod_modules=("horovod.tensorflow",),
     over_horovod=lambda process_set, _: TensorFlowCommunicator(process_set),
     over_torch=_over_torch,

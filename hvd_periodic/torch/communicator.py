@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.mpi import MPICommunicator
@@ -39,24 +35,11 @@ class TensorsOverMPI(Staged, MPICommunicator):
     memory = TensorMemory()
 
 
-def _over_torch(process_set: Any) -> TorchDistributedCommunicator:
-    return TorchDistributedCommunicator(_of_mesh(process_set) if isinstance(process_set, DeviceMesh) else process_set)
-
-
-def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of this rank in a mesh."""
-    if mesh.ndim != 1:
-        raise ValueError(
-            "`process_set` must be a DeviceMesh of one dimension: pass the one over which ranks exchange, as in "
-            f"mesh[{(mesh.mesh_dim_names or ('replicate',))[0]!r}]. Received: {mesh}"
-        )
-    return mesh.get_group()
-
-
 FRONT_END = FrontEnd(
+    buffer=torch.Tensor,
     horovod_modules=("horovod.torch",),
     over_horovod=lambda process_set, module: HorovodCommunicator(module, process_set, torch.from_numpy),
-    over_torch=_over_torch,
+    over_torch=TorchDistributedCommunicator,
     over_mpi=TensorsOverMPI.over,
 )
 communicator_of = FRONT_END.communicator_of

@@ -17,7 +17,6 @@ import tensorflow.compat.v1 as tf
 import hvd_periodic.numpy as hvdn
 from hvd_periodic import BMUF, Compression, DiLoCo, Piecewise, SlowMo
 from hvd_periodic.tensorflow import contrib_opt
-from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.private import eager
 from tests import oracle
 from tests.parallel.program import Scenarios, attempt
@@ -125,7 +124,7 @@ class Arrays:
     def __init__(self, name: str, period: Any, **options: Any) -> None:
         self.x = dict(zip(SIZES, parts(np.array(oracle.START) + hvd.rank()), strict=True))
         local = hvdn.SGD(RATE, MOMENTUM)
-        self.optimizer = ARRAYS[name](local, self.x, period, process_set=TensorFlowCommunicator(), **options)
+        self.optimizer = ARRAYS[name](local, self.x, period, **options)
 
     def step(self) -> None:
         """Take a local step."""

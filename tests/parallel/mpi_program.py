@@ -2,7 +2,8 @@
 
 mpirun -np 2 python -m tests.parallel.mpi_program FOLDER
 
-With an argument more, asynchronous exchange on mpi4py by this transport, beside a Horovod that has started MPI.
+With an argument more, asynchronous exchange on mpi4py by this transport, beside a Horovod that has started MPI; or two
+trainings at once; or errors.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -19,10 +22,13 @@ from hvd_periodic.comm.mpi import MPICommunicator
 from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
+from tests.parallel.program import attempt
 
 
 def main(folder: Path) -> None:
     """Write this rank's replica and center for each algorithm."""
+    from mpi4py import MPI
+
     communicator = MPICommunicator()
     check_communicator(communicator)
     if find_spec("torch") is not None:
@@ -34,8 +40,8 @@ def main(folder: Path) -> None:
     results = {}
     for name, make in (
         ("easgd", lambda *a: ElasticAverageOptimizer(*a, 2, moving_rate=0.25, process_set=communicator)),
-        ("average", lambda *a: ModelAverageOptimizer(*a, 2, process_set=communicator)),
-        ("agn", lambda *a: AGNOptimizer(*a, 4, process_set=communicator)),
+        ("average", lambda *a: ModelAverageOptimizer(*a, 2)),
+        ("agn", lambda *a: AGNOptimizer(*a, 4, process_set=MPI.COMM_WORLD)),
     ):
         x = np.array(oracle.START)
         optimizer = make(SGD(oracle.RATE, oracle.MOMENTUM), {"w": x})
@@ -48,18 +54,23 @@ def main(folder: Path) -> None:
 
 
 def beside_horovod(folder: Path, transport: str) -> None:
-    """Write the replica's way that is left to the center, and the center, of gradients −1 − 2 rank."""
+    """Write the replica's way that is left to the center, and the center, of gradients −1 − 2 rank.
+
+    Arrays are exchanged over Horovod meanwhile.
+    """
     import horovod.torch as hvd
     import torch
 
     import hvd_periodic.torch as hvdp
     from hvd_periodic.asynchronous.worker import VARIABLE
+    from hvd_periodic.numpy.communicator import communicator_of
 
     os.environ[VARIABLE] = transport
     hvd.init()
     x = torch.nn.Parameter(torch.zeros(3))
     local = torch.optim.SGD([x], lr=1.0)
     options = {"asynchronous": True, "process_set": MPICommunicator()}
+    check_communicator(communicator_of(None))
     optimizer = hvdp.ElasticAverageOptimizer(local, [("x", x)], 2, moving_rate=0.25, **options)
     for _ in range(8):
         x.grad = torch.full([3], -1.0 - 2 * hvd.rank())
@@ -70,6 +81,102 @@ def beside_horovod(folder: Path, transport: str) -> None:
         (folder / f"{hvd.rank()}.json").write_text(json.dumps([replica, x.tolist()]))
 
 
+def two_trainings(folder: Path) -> None:
+    """Write what this rank sees of two trainings at once, of the even and of the odd ranks, one after another way.
+
+    The ranks of the first average, those of the second exchange asynchronously: numpy over a part of MPI's ranks, then
+    PyTorch over a Horovod of these.
+    """
+    import horovod.torch as hvd
+    import torch
+    from mpi4py import MPI
+
+    import hvd_periodic.torch as hvdp
+    from hvd_periodic.comm.mpi import group_of_ranks
+
+    number = MPI.COMM_WORLD.Get_rank()
+    ranks = group_of_ranks([number % 2, number % 2 + 2])
+    found: dict[str, Any] = {"rank": ranks.Get_rank()}
+    of_arrays = {"process_set": ranks, "root_rank": number % 2 + 2}
+    wrong = {"w": np.zeros(3)}, number
+    found["wrong on one rank"] = attempt(lambda: ModelAverageOptimizer(SGD(1.0), *wrong, **of_arrays))
+    x = np.full(3, float(number))
+    if number % 2:
+        arrays: Any = ElasticAverageOptimizer(SGD(1.0), {"w": x}, 2, 0.25, asynchronous=True, **of_arrays)
+    else:
+        arrays = ModelAverageOptimizer(SGD(1.0), {"w": x}, 2, **of_arrays)
+    for _ in range(8):
+        arrays.step([np.full(3, -1.0 - 2 * number)])
+    arrays.finalize()
+    replica = x.tolist()
+    with arrays.center():
+        found["numpy"] = replica, x.tolist()
+
+    hvd.init(comm=ranks)
+    w = torch.nn.Parameter(torch.full([3], float(number)))
+    local = torch.optim.SGD([w], lr=1.0)
+    tensors: Any = (
+        hvdp.ElasticAverageOptimizer(local, [("w", w)], 2, 0.25, asynchronous=True)
+        if number % 2
+        else hvdp.ModelAverageOptimizer(local, [("w", w)], 2)
+    )
+    for _ in range(8):
+        w.grad = torch.full([3], -1.0 - 2 * number)
+        tensors.step()
+    tensors.finalize()
+    replica = w.tolist()
+    with tensors.center():
+        found["torch"] = replica, w.tolist()
+    marks = Path(os.environ["PMIX_SERVER_TMPDIR"]).glob("hvd_periodic.*")
+    found["marks"] = sorted(path.name for path in marks)
+    MPI.COMM_WORLD.Barrier()
+    (folder / f"{number}.json").write_text(json.dumps(found))
+
+
+def errors(folder: Path) -> None:
+    """Write the errors of this rank where libraries disagree, or one of them does not work."""
+    import torch
+    import torch.distributed as dist
+    from mpi4py import MPI
+
+    import hvd_periodic.torch as hvdp
+    from hvd_periodic.comm.selection import VARIABLE as CHOICE
+    from hvd_periodic.numpy.communicator import communicator_of as of_arrays
+
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    x = torch.nn.Parameter(torch.zeros(1))
+
+    def averaged(**options: Any) -> object:
+        return hvdp.ModelAverageOptimizer(torch.optim.SGD([x], lr=1.0), [("x", x)], 2, **options)
+
+    found = {}
+    # Of a Horovod that was built for another PyTorch, this import is an ImportError, too.
+    with patch.dict(sys.modules, {"horovod.torch": None}):
+        found["groups of a broken Horovod"] = attempt(hvdp.node_groups)
+        with patch.dict(os.environ, {CHOICE: "horovod"}):
+            found["broken Horovod"] = attempt(averaged)
+        with patch.dict(os.environ, {CHOICE: "mpi"}):
+            found["MPI instead"] = attempt(averaged)
+    found["elastic"] = attempt(lambda: hvdp.elastic.State(optimizer=averaged()))
+    found["function"] = attempt(lambda: averaged(process_set=hvdp.node_ranks))
+    found["node_ranks"] = attempt(hvdp.node_ranks)
+    found["on a GPU"] = attempt(lambda: MPICommunicator().check_devices(["cpu", "cuda"]))
+    store = dist.FileStore(str(folder / "rendezvous"), size)
+    dist.init_process_group("gloo", store=store, rank=size - 1 - rank, world_size=size)
+    found["numbers of PyTorch"] = attempt(averaged)
+    found["numbers of MPI"] = attempt(lambda: averaged(process_set=MPI.COMM_WORLD))
+    found["numbers, for arrays"] = attempt(lambda: of_arrays(None).unique_name())
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    given = Path(sys.argv[1])
-    main(given) if len(sys.argv) == 2 else beside_horovod(given, sys.argv[2])
+    given, *more = sys.argv[1:]
+    if not more:
+        main(Path(given))
+    elif more == ["two trainings"]:
+        two_trainings(Path(given))
+    elif more == ["errors"]:
+        errors(Path(given))
+    else:
+        beside_horovod(Path(given), *more)

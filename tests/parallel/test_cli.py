@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from hvd_periodic.cli.software_checks import TITLES
+from hvd_periodic.comm.selection import LIBRARIES
 from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, environment, start
 from tests.parallel.tiers import thorough
@@ -18,7 +19,7 @@ from tests.parallel.tiers import thorough
 @pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_the_doctor_finds_that_ranks_exchange() -> None:
-    """With each launcher, and through each transport; this machine runs all of these tests."""
+    """Of each front end over each library, and through each transport; this machine runs all of these tests."""
     done = subprocess.run(
         [sys.executable, "-m", "hvd_periodic", "doctor", "--json", "--timeout", str(PATIENCE * 30)],
         env=environment(),
@@ -31,11 +32,10 @@ def test_the_doctor_finds_that_ranks_exchange() -> None:
     found = json.loads(done.stdout)
     assert (done.returncode, found["ok"]) == (0, True), done.stdout + done.stderr
     jobs = [each for each in found["findings"] if "ranks exchange" in each["text"]]
-    launched = ["mpirun", "horovodrun --gloo", "horovodrun --mpi"]
-    frameworks = [TITLES[name] for name in ("torch", "tensorflow") if find_spec(name) is not None]
-    names = [f"{title}, {launcher}" for title in frameworks for launcher in launched]
-    names += ["asynchronous, window", "asynchronous, service"]
-    assert [each["what"] for each in jobs] == names, done.stdout
+    front_ends = [title for name, title in TITLES.items() if name == "numpy" or find_spec(name) is not None]
+    names = {f"{title} over {library}, mpirun" for title in front_ends for library in LIBRARIES.values()}
+    names |= {f"{front_ends[0]} over Horovod, horovodrun --gloo", "asynchronous, window", "asynchronous, service"}
+    assert {each["what"] for each in jobs} == names, done.stdout
 
 
 @pytest.mark.timeout(120)

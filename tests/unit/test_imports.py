@@ -21,7 +21,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 COMMAND_LINE = {"cli", "__main__.py"}
 
-MAY_NAME_HOROVOD = {"torch", "tensorflow", *COMMAND_LINE}
+MAY_NAME_HOROVOD = {"torch", "tensorflow", "numpy", *COMMAND_LINE}
 """Front ends and commands; of the core, only its communicator may."""
 
 HEAVY = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py", "rich", "matplotlib"}
@@ -100,7 +100,7 @@ def test_commands_import_other_packages_when_they_are_run() -> None:
     "module",
     [
         *("hvd_periodic", "hvd_periodic.comm.threads", "hvd_periodic.comm.horovod"),
-        *("hvd_periodic.sync.synchronizer", "hvd_periodic.cli.main"),
+        *("hvd_periodic.sync.synchronizer", "hvd_periodic.numpy", "hvd_periodic.cli.main"),
     ],
 )
 def test_the_core_loads_no_framework(module: str) -> None:

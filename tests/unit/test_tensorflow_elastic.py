@@ -169,7 +169,7 @@ def test_an_optimizer_that_was_loaded(ranks: LocalCommunicator, tmp_path: Any) -
     if ranks.elastic:
         assert hvdp.elastic.State(loaded).optimizer is loaded.optimizer
         return
-    with pytest.raises(ValueError, match="`optimizer` exchanges within process set LocalCommunicator"):
+    with pytest.raises(ValueError, match="`optimizer` exchanges over one process, whose ranks cannot change"):
         hvdp.elastic.State(loaded)
 
 
