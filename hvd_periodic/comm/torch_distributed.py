@@ -117,6 +117,10 @@ class TorchDistributedCommunicator(JobCommunicator):
         """Return a tensor in host memory."""
         return torch.from_numpy(array)
 
+    def tile(self, buffer: torch.Tensor, times: int) -> torch.Tensor:
+        """Return ``times`` concatenated copies of a tensor."""
+        return buffer.repeat(times)
+
     def check_devices(self, kinds: Iterable[str]) -> None:
         """Raise a ValueError if the backends of the group carry no tensors of a kind of device."""
         for kind in sorted(set(kinds) - self._backends.keys()):
