@@ -1,4 +1,4 @@
-"""Named numpy arrays as a replica."""
+"""Replicas on which numpy computes, and named numpy arrays as one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,50 @@ from hvd_periodic.vectors.store import FlatStore, PackedStore, Store
 NamedArrays = Mapping[str, Array] | Iterable[tuple[str, Array]]
 
 
-class NumpyReplica(Replica[Array]):
-    """Named numpy arrays as a replica; 16-bit arrays have a float32 center."""
+class HostReplica(Replica[Array]):
+    """A replica whose exchanges compute on numpy arrays, wherever its own values are."""
 
     in_host_memory = True
+    space: VectorSpace[Array] = VectorSpace()
+
+    def new_store(self, layout: Layout, name: str) -> Store[Array]:
+        """Return flat arrays of zeros, one per dtype."""
+        return FlatStore(layout, lambda kind, size: np.zeros(size, kind))
+
+    def new_temporary_store(self, layout: Layout) -> Store[Array]:
+        """Return a store as :meth:`new_store` does: arrays are the saved form."""
+        return self.new_store(layout, "temporary")
+
+    def scratch(self, bucket: Bucket, slot: int) -> None:
+        """Return None: numpy allocates as it goes."""
+        return
+
+    def to_host(self, value: Array, bucket: Bucket) -> Array:
+        """Return the array itself: it is in host memory."""
+        return value
+
+    def from_host(self, array: Array, bucket: Bucket) -> Array:
+        """Return the array itself."""
+        return array
+
+    def to_bytes(self, value: Array) -> bytes:
+        """Return the raw memory."""
+        return value.tobytes()
+
+    def save(self, store: Store[Array]) -> dict[str, Any]:
+        """Return copies by name, or the arrays themselves if they are lent."""
+        pairs = zip(store.layout.specs, store.tensors(), strict=True)
+        return {spec.name: array if lends() else np.copy(array) for spec, array in pairs}
+
+    def load(self, store: Store[Array], tensors: dict[str, Any]) -> None:
+        """Copy by name."""
+        for spec, array in zip(store.layout.specs, store.tensors(), strict=True):
+            array[...] = tensors[spec.name]
+
+
+class NumpyReplica(HostReplica):
+    """Named numpy arrays as a replica; 16-bit arrays have a float32 center."""
+
     framework = f"numpy {np.__version__}"
     how_to_exclude = "Leave them out of the arrays that the optimizer is given"
 
@@ -39,7 +79,6 @@ class NumpyReplica(Replica[Array]):
             self.arrays.append(array)
         if not any(array.size for array in self.arrays):
             raise ValueError("`model` must hold at least one element. Received: no parameters")
-        self.space: VectorSpace[Array] = VectorSpace()
         self.gradients: list[Array | None] = [None] * len(self.arrays)
         self._bucket_bytes = bucket_bytes
         self.parameters: Store[Array] = self.store_of(list(zip(self.names, self.arrays, strict=True)))
@@ -68,18 +107,6 @@ class NumpyReplica(Replica[Array]):
             if (array.shape, array.dtype) != signature:
                 return f"Parameter {name!r} changed from {signature} to {(array.shape, array.dtype)} after construction"
         return None
-
-    def new_store(self, layout: Layout, name: str) -> Store[Array]:
-        """Return flat arrays of zeros, one per dtype."""
-        return FlatStore(layout, lambda kind, size: np.zeros(size, kind))
-
-    def new_temporary_store(self, layout: Layout) -> Store[Array]:
-        """Return a store as :meth:`new_store` does: arrays are the saved form."""
-        return self.new_store(layout, "temporary")
-
-    def scratch(self, bucket: Bucket, slot: int) -> None:
-        """Return None: numpy allocates as it goes."""
-        return
 
     def local(self, algorithm: Algorithm, worker: dict[str, Store[Array]]) -> int:
         """Run the local rule on one array at a time; it replaces gradients and updates the state in place.
@@ -117,25 +144,3 @@ class NumpyReplica(Replica[Array]):
     def discard_gradients(self) -> None:
         """Discard all gradients."""
         self.gradients = [None] * len(self.arrays)
-
-    def to_host(self, value: Array, bucket: Bucket) -> Array:
-        """Return the array itself: it is in host memory."""
-        return value
-
-    def from_host(self, array: Array, bucket: Bucket) -> Array:
-        """Return the array itself."""
-        return array
-
-    def to_bytes(self, value: Array) -> bytes:
-        """Return the raw memory."""
-        return value.tobytes()
-
-    def save(self, store: Store[Array]) -> dict[str, Any]:
-        """Return copies by name, or the arrays themselves if they are lent."""
-        pairs = zip(store.layout.specs, store.tensors(), strict=True)
-        return {spec.name: array if lends() else np.copy(array) for spec, array in pairs}
-
-    def load(self, store: Store[Array], tensors: dict[str, Any]) -> None:
-        """Copy by name."""
-        for spec, array in zip(store.layout.specs, store.tensors(), strict=True):
-            array[...] = tensors[spec.name]

@@ -1,0 +1,1 @@
+"""What front ends for Keras share, whatever the backend of Keras."""
