@@ -1,17 +1,23 @@
-"""Named variables of a model as a replica."""
+"""The variables of a Keras model as a replica."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from abc import abstractmethod
+from collections.abc import Set
 from typing import Any
 
+import keras
 import numpy as np
 
+from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.keras.model import Named, NamedVariables
-from hvd_periodic.replica import Replica
-from hvd_periodic.vectors.layout import Layout
+from hvd_periodic.keras.store import HostStore, Variables
+from hvd_periodic.numpy.replica import HostReplica
+from hvd_periodic.numpy.sgd import Array
+from hvd_periodic.replica import SOME, Replica
+from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Layout, TensorSpec
 from hvd_periodic.vectors.store import Store
 
 REAL = ("float64", "float32", "bfloat16", "float16")
@@ -124,3 +130,75 @@ class NamedReplica(Replica[Any]):
         """Make layers recompute values that they derive from their weights."""
         for layer in self.named.deriving:
             layer.finalize_state()
+
+
+class HostedReplica(NamedReplica, HostReplica):
+    """Keras variables of any backend, which are exchanged through host arrays; 16-bit ones have a float32 center.
+
+    Args:
+        named: the variables by role.
+        values: reads and assigns them.
+        bucket_bytes: upper bound of the bytes in one collective.
+    """
+
+    may_be_left_out = False  # It would need a new state of its local optimizer, which is not reached from here.
+    framework = f"Keras {keras.__version__} on {keras.backend.backend()}"
+
+    def __init__(self, named: NamedVariables, values: Variables, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+        super().__init__(named, bucket_bytes)
+        self._values = values
+        self.make_stores()
+
+    def store_of(self, named: Named) -> Store[Array]:
+        """Return named variables as a store."""
+        specs = []
+        for name, variable in named:
+            kind = np.dtype(_accumulation_dtype(variable.dtype))
+            specs.append(TensorSpec(name, tuple(variable.shape), kind.name, kind.itemsize))
+        return HostStore(Layout(specs, self.bucket_bytes), [variable for _, variable in named], self._values)
+
+    def dtype_of(self, variable: Any) -> str:
+        """Return the name of a variable's dtype."""
+        return str(variable.dtype)
+
+    def to_array(self, variable: Any) -> np.ndarray:
+        """Return the values of a variable."""
+        return self._values.read(variable)
+
+    def constrain(self, center: Store[Array]) -> None:
+        """Apply the parameters' constraints to the parameters, and to the center if it is on this rank."""
+        if not any(self.named.constraints):
+            return
+        for (_, variable), constraint in zip(self.named.parameters, self.named.constraints, strict=True):
+            if constraint is not None:
+                self._values.write(variable, _constrained(self._values.read(variable), constraint))
+        for array, constraint in zip(center.tensors(), self.named.constraints, strict=False):  # none where it is not
+            if constraint is not None:
+                array[...] = _constrained(array, constraint)
+
+    def local(self, algorithm: Algorithm, worker: dict[str, Store[Array]]) -> int:
+        """Return 0: between batches, no gradients are left."""
+        return 0
+
+    def with_gradient(self, among: Set[int]) -> Set[int]:
+        """Return all parameters: which of them have gradients is not known between batches."""
+        return among
+
+    def some_of(self, tensor: Any) -> np.ndarray:
+        """Return some elements of an array, or of a variable."""
+        flat = (tensor if isinstance(tensor, np.ndarray) else self.to_array(tensor)).reshape(-1)
+        return np.array(flat[:: max(1, flat.size // SOME)], np.float64)
+
+    def discard_gradients(self) -> None:
+        """Do nothing: between batches, there are no gradients."""
+
+
+def _constrained(array: Array, constraint: Any) -> Array:
+    return np.asarray(keras.ops.convert_to_numpy(constraint(keras.ops.convert_to_tensor(array))))
+
+
+def _accumulation_dtype(dtype: str) -> str:
+    """Return the dtype of center and accumulators: a 16-bit center does not move under a small rate."""
+    if dtype in ("float16", "bfloat16"):
+        return "float32"
+    return "int64" if dtype == "bool" else dtype
