@@ -2,7 +2,7 @@
 
 This package holds what all front ends share: algorithms, schedules, compression, communicators and logs. It imports
 neither a deep learning framework nor Horovod. Optimizers are in the front ends: ``hvd_periodic.torch``,
-``hvd_periodic.tensorflow`` and, for numpy arrays, ``hvd_periodic.numpy``.
+``hvd_periodic.tensorflow``, ``hvd_periodic.keras`` and, for numpy arrays, ``hvd_periodic.numpy``.
 """
 
 import importlib
@@ -50,6 +50,7 @@ __all__ = [
 
 _FRONT_ENDS = {
     "numpy": {"ArrayOptimizer", "NumpyReplica"},
+    "keras": {"PeriodicExchange"},
     "torch": {
         *("Synchronizer", "load", "save", "node_groups", "node_ranks", "rank_groups", "elastic"),
         *("Reporter", "SaveBestCenter", "center_state_dict", "init_process_group", "unwrap"),

@@ -20,6 +20,18 @@ class Memory(Protocol):
         """Return an array as a buffer of the kind and on the device of ``like``; may share the array's memory."""
 
 
+class ArrayMemory:
+    """The memory of a front end whose buffers are arrays."""
+
+    def to_host(self, buffer: np.ndarray) -> np.ndarray:
+        """Return the array itself."""
+        return buffer
+
+    def from_host(self, array: np.ndarray, like: np.ndarray) -> np.ndarray:
+        """Return the array itself."""
+        return array
+
+
 class Staged(Collectives):
     """Base of communicators that carry buffers of a front end by the collectives of their other base class.
 

@@ -1,4 +1,4 @@
-"""Named numpy arrays as a replica."""
+"""Replicas on which numpy computes, and named numpy arrays as one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,48 @@ from hvd_periodic.vectors.store import FlatStore, PackedStore, Store
 NamedArrays = Mapping[str, Array] | Iterable[tuple[str, Array]]
 
 
-class NumpyReplica(Replica[Array]):
+class HostReplica(Replica[Array]):
+    """A replica whose exchanges compute on numpy arrays, wherever its own values are."""
+
+    in_host_memory = True
+    space: VectorSpace[Array] = VectorSpace()
+
+    def new_store(self, layout: Layout, name: str) -> Store[Array]:
+        """Return flat arrays of zeros, one per dtype."""
+        return FlatStore(layout, lambda kind, size: np.zeros(size, kind))
+
+    def new_temporary_store(self, layout: Layout) -> Store[Array]:
+        """Return a store as :meth:`new_store` does: arrays are the saved form."""
+        return self.new_store(layout, "temporary")
+
+    def scratch(self, bucket: Bucket, slot: int) -> None:
+        """Return None: numpy allocates as it goes."""
+        return
+
+    def to_host(self, value: Array, bucket: Bucket) -> Array:
+        """Return the array itself: it is in host memory."""
+        return value
+
+    def from_host(self, array: Array, bucket: Bucket) -> Array:
+        """Return the array itself."""
+        return array
+
+    def to_bytes(self, value: Array) -> bytes:
+        """Return the raw memory."""
+        return value.tobytes()
+
+    def save(self, store: Store[Array]) -> dict[str, Any]:
+        """Return copies by name, or the arrays themselves if they are lent."""
+        pairs = zip(store.layout.specs, store.tensors(), strict=True)
+        return {spec.name: array if lends() else np.copy(array) for spec, array in pairs}
+
+    def load(self, store: Store[Array], tensors: dict[str, Any]) -> None:
+        """Copy by name."""
+        for spec, array in zip(store.layout.specs, store.tensors(), strict=True):
+            array[...] = tensors[spec.name]
+
+
+class NumpyReplica(HostReplica):
     """Named numpy arrays as a replica; 16-bit arrays have a float32 center.
 
     Args:
@@ -35,7 +76,6 @@ class NumpyReplica(Replica[Array]):
         gradients: their gradients.
     """
 
-    in_host_memory = True
     framework = f"numpy {np.__version__}"
     how_to_exclude = "Leave them out of the arrays that the optimizer is given"
 
@@ -62,7 +102,6 @@ class NumpyReplica(Replica[Array]):
         self.keeps_own = len(averaged) + len(following) < len(named)
         self.exchanged = [i for i, name in enumerate(self.names) if participation[name] == AVERAGE]
         """Indices of the arrays on which the algorithm acts."""
-        self.space: VectorSpace[Array] = VectorSpace()
         self.gradients: list[Array | None] = [None] * len(self.arrays)
         self._bucket_bytes = bucket_bytes
         self.parameters: Store[Array] = self.store_of(averaged)
@@ -93,18 +132,6 @@ class NumpyReplica(Replica[Array]):
             if (array.shape, array.dtype) != signature:
                 return f"Parameter {name!r} changed from {signature} to {(array.shape, array.dtype)} after construction"
         return None
-
-    def new_store(self, layout: Layout, name: str) -> Store[Array]:
-        """Return flat arrays of zeros, one per dtype."""
-        return FlatStore(layout, lambda kind, size: np.zeros(size, kind))
-
-    def new_temporary_store(self, layout: Layout) -> Store[Array]:
-        """Return a store as :meth:`new_store` does: arrays are the saved form."""
-        return self.new_store(layout, "temporary")
-
-    def scratch(self, bucket: Bucket, slot: int) -> None:
-        """Return None: numpy allocates as it goes."""
-        return
 
     def local(self, algorithm: Algorithm, worker: dict[str, Store[Array]]) -> int:
         """Run the local rule on one array at a time; it replaces gradients and updates the state in place.
@@ -143,25 +170,3 @@ class NumpyReplica(Replica[Array]):
     def discard_gradients(self) -> None:
         """Discard all gradients."""
         self.gradients = [None] * len(self.arrays)
-
-    def to_host(self, value: Array, bucket: Bucket) -> Array:
-        """Return the array itself: it is in host memory."""
-        return value
-
-    def from_host(self, array: Array, bucket: Bucket) -> Array:
-        """Return the array itself."""
-        return array
-
-    def to_bytes(self, value: Array) -> bytes:
-        """Return the raw memory."""
-        return value.tobytes()
-
-    def save(self, store: Store[Array]) -> dict[str, Any]:
-        """Return copies by name, or the arrays themselves if they are lent."""
-        pairs = zip(store.layout.specs, store.tensors(), strict=True)
-        return {spec.name: array if lends() else np.copy(array) for spec, array in pairs}
-
-    def load(self, store: Store[Array], tensors: dict[str, Any]) -> None:
-        """Copy by name."""
-        for spec, array in zip(store.layout.specs, store.tensors(), strict=True):
-            array[...] = tensors[spec.name]

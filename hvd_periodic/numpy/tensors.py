@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from hvd_periodic.comm.horovod import HorovodCommunicator
-from hvd_periodic.comm.staging import Staged
+from hvd_periodic.comm.staging import ArrayMemory, Staged
 from hvd_periodic.comm.torch_distributed import TorchDistributedCommunicator
-
-
-class ArrayMemory:
-    """Arrays themselves."""
-
-    def to_host(self, buffer: np.ndarray) -> np.ndarray:
-        """Return the array."""
-        return buffer
-
-    def from_host(self, array: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """Return the array."""
-        return array
 
 
 class ArraysOverHorovod(Staged, HorovodCommunicator):

@@ -19,8 +19,9 @@ import keras
 
 if keras.backend.backend() != "tensorflow":
     raise ImportError(
-        "hvd_periodic.tensorflow works with Keras on TensorFlow: set the environment variable KERAS_BACKEND=tensorflow "
-        f"before keras is imported. Received: KERAS_BACKEND={keras.backend.backend()}"
+        "hvd_periodic.tensorflow works with Keras on TensorFlow. On another backend, fit() exchanges with "
+        "hvd_periodic.keras; or set the environment variable KERAS_BACKEND=tensorflow before keras is imported. "
+        f"Received: KERAS_BACKEND={keras.backend.backend()}"
     )
 
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Averaging, DiLoCo, SlowMo

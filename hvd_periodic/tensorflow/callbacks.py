@@ -22,9 +22,10 @@ import keras
 
 from hvd_periodic.arguments import require_int
 from hvd_periodic.checkpoints import Saving
+from hvd_periodic.keras.fit import callbacks_of_fit, swaps
+from hvd_periodic.keras.model import described
 from hvd_periodic.tensorflow.checkpoints import save
-from hvd_periodic.tensorflow.fit_end import FitEnd, callbacks_of_fit, swaps
-from hvd_periodic.tensorflow.model import described
+from hvd_periodic.tensorflow.fit_end import FitEnd
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.arguments import outer_name
-from hvd_periodic.tensorflow.model import described
+from hvd_periodic.keras.model import described
 from hvd_periodic.tensorflow.private import decays, exclude_same_names, track
 from hvd_periodic.tensorflow.store import array_of
 

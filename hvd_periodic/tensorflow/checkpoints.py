@@ -15,8 +15,8 @@ from hvd_periodic.checkpoints import Leaves, Saving
 from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
 from hvd_periodic.comm.membership import TrainingGroup, ranks_of_levels
 from hvd_periodic.elastic.shards import start_from_saved_center
+from hvd_periodic.keras.model import described
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
-from hvd_periodic.tensorflow.model import described
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer, levels_of
 from hvd_periodic.tensorflow.resharding import resharded
 from hvd_periodic.tensorflow.settings import innermost

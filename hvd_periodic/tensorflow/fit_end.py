@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.comm.membership import Membership
-from hvd_periodic.frames import running_methods
+from hvd_periodic.keras.fit import restores, swaps
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.store import accumulation_dtype
 
@@ -28,7 +28,7 @@ class FitEnd:
     def __init__(self, optimizer: Any, model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         self._optimizer, self._model = optimizer, model
         self._swapping = [callback for callback in callbacks if swaps(callback)]
-        self._restoring = [callback for callback in callbacks if _restores(callback)]
+        self._restoring = [callback for callback in callbacks if restores(callback)]
         if self._swapping and self._restoring:
             raise ValueError(
                 "EarlyStopping(restore_best_weights=True) restores the center, and SwapEMAWeights(swap_on_epoch=True) "
@@ -86,25 +86,6 @@ class FitEnd:
             if id(native(variable)) in exchanged:
                 weights[i] = _sent(senders, weights[i])
         return weights
-
-
-def callbacks_of_fit(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
-    """Return all callbacks of the ``fit`` that calls this one, in order; only this one outside ``fit``.
-
-    Keras does not tell a callback about the others; the list comes from the ``CallbackList`` among the callers.
-    """
-    lists = (each for each, *_ in running_methods() if isinstance(each, keras.callbacks.CallbackList))
-    found = (list(each.callbacks) for each in lists if any(fellow is callback for fellow in each.callbacks))
-    return next(found, [callback])
-
-
-def swaps(callback: keras.callbacks.Callback) -> bool:
-    """Return whether a callback leaves moving averages in the model between epochs."""
-    return isinstance(callback, keras.callbacks.SwapEMAWeights) and callback.swap_on_epoch
-
-
-def _restores(callback: keras.callbacks.Callback) -> bool:
-    return isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights
 
 
 def _sent(senders: Sequence[Any], array: Any) -> Any:

@@ -11,12 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.comm.agreement import build_on_all
+from hvd_periodic.keras.model import check_policy
 from hvd_periodic.options import of_exchange
 from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.tensorflow.gradients import GradientPreparation
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.host import outside
-from hvd_periodic.tensorflow.model import check_policy, named_variables, native, with_rest_of
+from hvd_periodic.tensorflow.model import named_variables, native, with_rest_of
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
 from hvd_periodic.tensorflow.private import list_variables

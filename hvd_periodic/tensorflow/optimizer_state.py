@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_periodic.keras.private import built_on
 from hvd_periodic.tensorflow.center_optimizer import MARK, copied
 from hvd_periodic.tensorflow.model import native
-from hvd_periodic.tensorflow.private import built_on
 from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.vectors.store import Store
 

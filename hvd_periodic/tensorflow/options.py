@@ -1,31 +1,13 @@
-"""Options of Keras optimizers and synchronizers, in addition to those of all front ends."""
+"""Options of Keras optimizers, in addition to those of all that exchanges a Keras model."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from hvd_periodic.buffers import Policies
-from hvd_periodic.options import Options
+from hvd_periodic.keras.options import ModelOptions
 
 
-class TensorFlowOptions(Options, total=False):
-    """Options of the TensorFlow front end.
-
-    Attributes:
-        buffers: policy for the model's untrained weights at an exchange. ``"average"`` sets real ones to their mean
-            over ranks, and integers to their maximum; ``"maximum"``; ``"broadcast"`` sets all to the values of
-            ``root_rank``; ``"local"`` broadcasts them at the start only. Either one of these for all variables that
-            layers have created as not trainable; or a dict from patterns of paths (``variable.path``) to policies, of
-            which the first match counts; or a function (path, variable) that returns a policy or None. Patterns and
-            functions apply to frozen weights as well. Default, and for weights that a dict or function leaves open:
-            ``"average"`` for variables of layers whose names mark them as statistics (``moving_mean``,
-            ``moving_variance``) and for integers, otherwise ``"local"``.
-    """
-
-    buffers: Annotated[Policies, None]
-
-
-class KerasOptions(TensorFlowOptions, total=False):
+class KerasOptions(ModelOptions, total=False):
     """Options of Keras optimizers.
 
     Attributes:

@@ -1,7 +1,8 @@
-"""Private names of TensorFlow and Keras: no other module uses them, except private names of TensorFlow 1.
+"""Private names of TensorFlow, and of Keras on TensorFlow: no other module uses them, except those of TensorFlow 1.
 
 Every function says why no public name suffices. ``tests/unit/test_tensorflow_private.py`` checks the purpose of each
-function, and fails if an upgrade has changed it. Private names of Horovod are in ``gradient_averaging.py``.
+function, and fails if an upgrade has changed it. Private names of Horovod are in ``gradient_averaging.py``, and those
+of Keras on any backend in ``hvd_periodic/keras/private.py``.
 """
 
 from __future__ import annotations
@@ -55,17 +56,6 @@ def track(owner: Any, part: Any, name: str) -> None:
     owner._track_trackable(part, name, overwrite=True)
 
 
-def all_layers(model: keras.Model) -> list[Any]:
-    """Return the model and all its layers at any depth: ``model.layers`` has only the first level."""
-    return list(model._flatten_layers())
-
-
-def made_untrainable(layer: Any) -> Sequence[Any]:
-    """Return variables that a layer created as non-trainable: ``non_trainable_variables`` includes frozen weights."""
-    found: Sequence[Any] = getattr(layer, "_non_trainable_variables", ())
-    return found
-
-
 def decays(optimizer: keras.optimizers.Optimizer, variable: Any) -> bool:
     """Return whether an optimizer decays a variable: ``exclude_from_weight_decay`` only sets this."""
     return bool(optimizer._use_weight_decay(variable))
@@ -76,9 +66,3 @@ def exclude_same_names(optimizer: keras.optimizers.Optimizer, other: keras.optim
     pattern = getattr(other, "_exclude_from_weight_decay_pattern", None)
     if pattern is not None:
         optimizer._exclude_from_weight_decay_pattern = pattern
-
-
-def built_on(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:
-    """Return the variables that an optimizer was built on, which give the order of its own variables."""
-    found: Sequence[Any] = optimizer._trainable_variables
-    return found

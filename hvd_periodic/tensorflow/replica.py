@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -13,8 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.buffers import NONE_AVERAGED
-from hvd_periodic.replica import SOME, Replica
+from hvd_periodic.keras.model import Named, NamedVariables
+from hvd_periodic.keras.replica import NamedReplica
+from hvd_periodic.replica import SOME
 from hvd_periodic.tensorflow.host import in_session
 from hvd_periodic.tensorflow.host_values import HostValues, blocks_of, empty
 from hvd_periodic.tensorflow.hosted import is_in_host_memory
@@ -25,47 +25,8 @@ from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout
 from hvd_periodic.vectors.space import VectorSpace
 from hvd_periodic.vectors.store import FlatStore, Store
 
-Named = Sequence[tuple[str, tf.Variable]]
 
-
-@dataclass(frozen=True)
-class NamedVariables:
-    """The named variables of a model, by their role in exchanges.
-
-    Attributes:
-        parameters: variables on which the algorithm acts.
-        averaged: real statistics, averaged at every exchange.
-        counted: variables that take the maximum over ranks at every exchange, such as integers.
-        followed: variables that take the root's values at every exchange.
-        constants: variables that are broadcast at the start only.
-        frozen: those of ``constants`` that nothing changes.
-        constraints: for every parameter, the constraint that Keras applies after each update, or None.
-        deriving: layers that compute with values derived from their weights; ``finalize_state()`` recomputes them.
-        unasked: those of ``constants`` that the user has not asked to be constant.
-        following: trained variables that take the root's values at every exchange.
-        trained: number of trained variables.
-        positions: the index of every parameter among the trained variables, if there are others; None: all of these
-            are parameters.
-        formerly: for every variable that version 0.1 averaged, whether it is in ``averaged``; empty if the user has
-            chosen policies.
-    """
-
-    parameters: Named
-    averaged: Named = field(default_factory=list)
-    counted: Named = field(default_factory=list)
-    followed: Named = field(default_factory=list)
-    constants: Named = field(default_factory=list)
-    frozen: Named = field(default_factory=list)
-    constraints: Sequence[Callable[[Any], Any] | None] = ()
-    deriving: Sequence[Any] = ()
-    unasked: Named = field(default_factory=list)
-    following: Named = field(default_factory=list)
-    trained: int = 0
-    positions: Sequence[int] | None = None
-    formerly: Sequence[bool] = ()
-
-
-class VariableReplica(Replica[Any]):
+class VariableReplica(NamedReplica):
     """Variables of one rank, which stay where they are.
 
     Args:
@@ -89,13 +50,6 @@ class VariableReplica(Replica[Any]):
 
     reuses_memory = False
     framework = f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
-    how_to_exclude = (
-        "Set trainable = False on their layers before the optimizer is made, and choose how they are exchanged: "
-        "buffers={'PATTERN': 'average'}. If another optimizer trains them, pass as `model` what this one trains"
-    )
-    how_to_exchange = (
-        "Choose how they are exchanged: buffers={'PATTERN': 'average'}, or 'local' if each rank is to have its own"
-    )
 
     def __init__(
         self,
@@ -105,22 +59,9 @@ class VariableReplica(Replica[Any]):
         forget_variable: Callable[[str], object] = lambda name: None,
     ) -> None:
         for name, variable in named.parameters:
-            if variable.dtype.base_dtype not in (tf.float64, tf.float32, tf.bfloat16, tf.float16):
-                raise TypeError(
-                    f"Variable {name!r} must be float64, float32, bfloat16 or float16. Received: {variable.dtype.name}"
-                )
             if not variable.shape.is_fully_defined():
                 raise ValueError(f"Variable {name!r} must have a fixed shape. Received: {variable.shape}")
-        if not any(math.prod(variable.shape) for _, variable in named.parameters):
-            raise ValueError(
-                "At least one trainable variable with elements has to take part. Received: "
-                f"{len(named.parameters)} variables, none of them with elements"
-                f"{'' if named.positions is None else NONE_AVERAGED}"
-            )
-        self.named = named
-        self.bucket_bytes = bucket_bytes
-        self.positions: Sequence[int] = range(len(named.parameters)) if named.positions is None else named.positions
-        self.keeps_own = len(named.parameters) + len(named.following) < named.trained
+        super().__init__(named, bucket_bytes)
         self.gradients: list[Any] = [None] * (named.trained or len(named.parameters))
         self.with_gradients: set[int] = set()
         self.values = HostValues()
@@ -131,47 +72,15 @@ class VariableReplica(Replica[Any]):
         self.space: VectorSpace[Any] = HostSpace(self.values) if self.in_host_memory else self.tensor_space
         self._new_variable, self._forget_variable = new_variable, forget_variable
         self._made: dict[str, int] = {}
-        self.parameters: Store[Any] = self.store_of(named.parameters)
-        self.buffers: Store[Any] | None = self.store_of(named.averaged) if named.averaged else None
-        self.integers: Store[Any] | None = self.store_of(named.counted) if named.counted else None
-        self.from_root: Store[Any] | None = self.store_of(named.followed) if named.followed else None
-        self.parameters_from_root: Store[Any] | None = self.store_of(named.following) if named.following else None
-        self.constants: Store[Any] | None = self.store_of(named.constants) if named.constants else None
+        self.make_stores()
 
-    def facts(self) -> dict[str, object]:
-        """Return shapes and dtypes by role; without paths, since Keras numbers them across all models of a process."""
-        facts: dict[str, object] = {"bucket_bytes": self.bucket_bytes}
-        roles = {
-            "parameter": self.named.parameters,
-            "parameter from the root": self.named.following,
-            "buffer": self.named.averaged,
-            "integer buffer": self.named.counted,
-            "buffer from the root": self.named.followed,
-            "constant": self.named.constants,
-        }
-        for role, pairs in roles.items():
-            facts[f"number of {role}s"] = len(pairs)
-            for i, (name, variable) in enumerate(pairs):
-                last = name.rpartition("/")[2]
-                facts[f"{role} {i}"] = f"{last} {variable.dtype.base_dtype.name}{variable.shape.as_list()}"
-        return facts
+    def dtype_of(self, variable: tf.Variable) -> str:
+        """Return the name of a variable's dtype."""
+        return str(variable.dtype.base_dtype.name)
 
-    def refuse_constraints(self, share: Layout, asynchronous: bool) -> None:
-        """Raise a ValueError if constraints of the parameters cannot be applied to the center."""
-        pairs = zip(self.named.parameters, self.named.constraints, strict=False)  # TensorFlow 1 has none
-        constrained = [name for (name, _), constraint in pairs if constraint is not None]
-        if not constrained:
-            return
-        if asynchronous:
-            raise ValueError(
-                f"Variable {constrained[0]!r} has a constraint, which an asynchronous center does not keep: exchange "
-                "synchronously, or train without constraints"
-            )
-        if share.specs and share is not self.parameters.layout:
-            raise ValueError(
-                f"Variable {constrained[0]!r} has a constraint, which needs the whole of it, and `center='sharded'` "
-                "cuts it: use center='root' or 'replicated'"
-            )
+    def to_array(self, variable: tf.Variable) -> np.ndarray:
+        """Return the values; eagerly."""
+        return np.asarray(variable.numpy())
 
     def constrain(self, center: Store[Any]) -> None:
         """Apply the parameters' constraints to the parameters, and to the center if it is on this rank."""
@@ -187,21 +96,12 @@ class VariableReplica(Replica[Any]):
         """Return the parameters, among the given ones, that have had a gradient."""
         return {i for i in among if self.positions[i] in self.with_gradients}
 
-    def unexchanged(self) -> dict[str, tf.Variable]:
-        """Return the weights that are constants by default."""
-        return dict(self.named.unasked)
-
     def some_of(self, tensor: Any) -> np.ndarray:
         """Return a sample of the elements; eagerly."""
         held = isinstance(tensor, tf.Variable) and self.values.holds(tensor)
         flat = tf.reshape(self.values.read(tensor) if held else tensor, [-1])
         flat = flat[:: max(1, math.prod(tensor.shape) // SOME)]
         return tf.cast(flat, tf.float64).numpy()
-
-    def frozen(self) -> bytes:
-        """Return a digest of the model's untrained weights, without statistics."""
-        weights = [variable.numpy().tobytes() for _, variable in self.named.frozen]
-        return hashlib.sha256(b"".join(weights)).digest() if weights else b""
 
     def derived_from(self) -> bytes:
         """Return a digest of the weights from which layers derive values; empty if there are none."""
@@ -212,12 +112,7 @@ class VariableReplica(Replica[Any]):
         """Make layers recompute values that they derive from their weights."""
         if self.named.deriving:
             self.values.release()
-        for layer in self.named.deriving:
-            layer.finalize_state()
-
-    def changes(self) -> str | None:
-        """Return None: variables keep dtype and shape, and the optimizer refuses unknown ones."""
-        return None
+        super().follow_weights()
 
     def new_store(self, layout: Layout, name: str) -> Store[Any]:
         """Return variables of zeros, one per variable of the layout."""

@@ -53,7 +53,7 @@ class SavedExchanges:
     Attributes:
         variables: the variables by name; empty until they are created.
         later: names of variables that files of earlier versions lack.
-        formerly: as in :class:`~hvd_periodic.tensorflow.replica.NamedVariables`.
+        formerly: as in :class:`~hvd_periodic.keras.model.NamedVariables`.
     """
 
     def __init__(self, asynchronous: bool) -> None:

@@ -14,6 +14,7 @@ from hvd_periodic.buffers import PARAMETERS
 from hvd_periodic.centers import placement_of
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.subset import require_possible
+from hvd_periodic.keras.model import check_policy, described
 from hvd_periodic.local_state import LocalState
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.warmup import schedule_around
@@ -21,7 +22,6 @@ from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.config import encode
 from hvd_periodic.tensorflow.gradient_averaging import split_distributed
-from hvd_periodic.tensorflow.model import check_policy, described
 from hvd_periodic.tensorflow.options import KerasOptions
 from hvd_periodic.tensorflow.rank_binding import RANKS, RankBinding
 from hvd_periodic.tensorflow.settings import innermost, optimizers_inside

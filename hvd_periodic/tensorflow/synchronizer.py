@@ -13,6 +13,8 @@ from hvd_periodic.arguments import as_typed
 from hvd_periodic.centers import placement_of
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.subset import require_possible
+from hvd_periodic.keras.model import check_policy, described
+from hvd_periodic.keras.options import ModelOptions
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.startup import CallPoint
@@ -20,9 +22,8 @@ from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.host import outside
-from hvd_periodic.tensorflow.model import check_policy, described, named_variables, untracked
+from hvd_periodic.tensorflow.model import named_variables, untracked
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
-from hvd_periodic.tensorflow.options import TensorFlowOptions
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
 from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.tensorflow.stage import Stage
@@ -60,7 +61,7 @@ class Synchronizer(VariableSynchronizer):
         asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN, under MPI. Then
             ``variables`` do not include the center: save :meth:`state_dict`.
         options: those of :class:`~hvd_periodic.options.Options` and
-            :class:`~hvd_periodic.tensorflow.options.TensorFlowOptions`; the signature has their defaults.
+            :class:`~hvd_periodic.keras.options.ModelOptions`; the signature has their defaults.
             With ``center="root"`` or ``"sharded"``, ``variables`` hold this rank's shard: save one checkpoint per rank.
 
     Attributes:
@@ -72,7 +73,7 @@ class Synchronizer(VariableSynchronizer):
         RuntimeError: Horovod is not initialized.
     """
 
-    @takes(TensorFlowOptions)
+    @takes(ModelOptions)
     def __init__(
         self,
         model: keras.Model | Iterable[Any],
@@ -82,7 +83,7 @@ class Synchronizer(VariableSynchronizer):
         optimizer: keras.optimizers.Optimizer | None = None,
         outer_optimizer: keras.optimizers.Optimizer | None = None,
         asynchronous: bool = False,
-        **options: Unpack[TensorFlowOptions],
+        **options: Unpack[ModelOptions],
     ) -> None:
         communicator = communicator_of(options["process_set"])
         name = "alone" if communicator.elastic else communicator.unique_name(options["timeout_seconds"])

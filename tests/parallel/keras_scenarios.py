@@ -20,9 +20,10 @@ import tensorflow as tf
 
 import hvd_periodic.tensorflow as hvdp
 from hvd_periodic.comm.local import started_by_mpi
+from hvd_periodic.keras.model import NamedVariables
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
-from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
+from hvd_periodic.tensorflow.replica import VariableReplica
 from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
 from tests.parallel.program import NotApplicableError, Scenarios, attempt, rotated

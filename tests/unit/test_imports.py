@@ -21,7 +21,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 COMMAND_LINE = {"cli", "__main__.py"}
 
-MAY_NAME_HOROVOD = {"torch", "tensorflow", "numpy", *COMMAND_LINE}
+MAY_NAME_HOROVOD = {"torch", "keras", "tensorflow", "numpy", *COMMAND_LINE}
 """Front ends and commands; of the core, only its communicator may."""
 
 HEAVY = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py", "rich", "matplotlib"}

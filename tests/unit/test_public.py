@@ -20,6 +20,7 @@ FRONT_ENDS = {
     "hvd_periodic": None,
     "hvd_periodic.numpy": None,
     "hvd_periodic.torch": "torch",
+    "hvd_periodic.keras": "tensorflow",
     "hvd_periodic.tensorflow": "tensorflow",
     "hvd_periodic.tensorflow.contrib_opt": "tensorflow",
 }

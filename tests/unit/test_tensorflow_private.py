@@ -12,6 +12,7 @@ pytest.importorskip("horovod.tensorflow")
 keras = pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
 
+from hvd_periodic.keras import private as of_keras  # noqa: E402
 from hvd_periodic.tensorflow import private  # noqa: E402
 
 pytestmark = pytest.mark.timeout(90)
@@ -78,9 +79,9 @@ def test_layers_at_any_depth_and_what_they_make_as_not_trainable() -> None:
     inner = keras.Sequential([keras.Input((2,)), normalization])
     model = keras.Sequential([keras.Input((2,)), inner, dense])
     dense.trainable = False
-    layers = private.all_layers(model)
+    layers = of_keras.all_layers(model)
     assert all(any(each is layer for each in layers) for layer in (model, inner, normalization, dense))
-    names = [variable.name for layer in layers for variable in private.made_untrainable(layer)]
+    names = [variable.name for layer in layers for variable in of_keras.made_untrainable(layer)]
     assert sorted(names) == ["moving_mean", "moving_variance"]
 
 
@@ -97,5 +98,5 @@ def test_an_optimizer_keeps_its_variables_in_the_order_of_those_that_it_is_built
     variables = [keras.Variable(np.zeros(size, np.float32)) for size in (2, 3)]
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.build(variables)
-    assert list(map(id, private.built_on(optimizer))) == list(map(id, variables))
+    assert list(map(id, of_keras.built_on(optimizer))) == list(map(id, variables))
     assert [tuple(kept.shape) for kept in optimizer.momentums] == [(2,), (3,)]

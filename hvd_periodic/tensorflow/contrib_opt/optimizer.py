@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.algorithms.easgd import BETA
 from hvd_periodic.comm.agreement import build_on_all
+from hvd_periodic.keras.model import NamedVariables
 from hvd_periodic.options import of_exchange
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.sync.synchronizer import Exchangers
@@ -37,7 +38,6 @@ from hvd_periodic.tensorflow.contrib_opt.step_end import StepEnd
 from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurns, Turn
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.host import on_host
-from hvd_periodic.tensorflow.replica import NamedVariables
 from hvd_periodic.tensorflow.store import ArrayStore
 from hvd_periodic.vectors.space import VectorSpace
 

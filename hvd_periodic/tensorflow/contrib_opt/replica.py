@@ -12,10 +12,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.keras.model import NamedVariables
 from hvd_periodic.tensorflow.contrib_opt.getters import GLOBAL_VARIABLE_NAME, belongs_to_optimizer
 from hvd_periodic.tensorflow.outer import VariableOuterOptimizer
 from hvd_periodic.tensorflow.progress import NewVariable
-from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
+from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.tensorflow.store import ArrayStore
 from hvd_periodic.vectors.layout import Layout
 from hvd_periodic.vectors.space import VectorSpace
