@@ -3,14 +3,17 @@
 mpirun -np 2 python -m tests.parallel.mpi_program FOLDER
 
 With an argument more, asynchronous exchange on mpi4py by this transport, beside a Horovod that has started MPI; or two
-trainings at once; or errors.
+trainings at once; or errors; or the bits that each library leads to.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -170,6 +173,76 @@ def errors(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def same_bits(folder: Path, front_end: str) -> None:
+    """Write digests of this rank's replica and of the center after training over each library, by way to exchange."""
+    import torch.distributed as dist
+    from mpi4py import MPI
+
+    from hvd_periodic.comm.selection import LIBRARIES
+    from hvd_periodic.comm.selection import VARIABLE as CHOICE
+
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    importlib.import_module(f"horovod.{front_end}").init()
+    store = dist.FileStore(str(folder / "rendezvous"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    found = {}
+    for library in LIBRARIES:
+        os.environ[CHOICE] = library
+        found[library] = {name: _trained(front_end, *way, rank) for name, way in _ways().items()}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def _ways() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Return algorithms and options, by name."""
+    from hvd_periodic import AGN, EASGD, Averaging, Compression, DiLoCo
+
+    return {
+        "easgd": (EASGD, {}),
+        "agn": (AGN, {"optimizer_state": "average"}),
+        "diloco": (DiLoCo, {"center": "sharded"}),
+        "overlap": (Averaging, {"overlap": 1}),
+        "fragments": (Averaging, {"fragments": 2, "overlap": "period"}),
+        "root": (EASGD, {"center": "root"}),
+        "int8": (EASGD, {"compression": Compression.int8}),
+        "topk": (Averaging, {"compression": Compression.topk(0.25)}),
+    }
+
+
+def _trained(front_end: str, algorithm: Any, options: dict[str, Any], rank: int) -> list[str]:
+    """Train a network on data of this rank; return digests of the replica and of the center."""
+    module = importlib.import_module(f"hvd_periodic.{front_end}")
+    random = np.random.default_rng(rank)
+    inputs = random.standard_normal((12, 8, 6)).astype(np.float32)
+
+    def digests(optimizer: Any, values: Callable[[], list[np.ndarray]]) -> list[str]:
+        optimizer.synchronizer.finalize()
+        found = [hashlib.sha256(b"".join(value.tobytes() for value in values())).hexdigest()]
+        with optimizer.synchronizer.center():
+            return [*found, hashlib.sha256(b"".join(value.tobytes() for value in values())).hexdigest()]
+
+    if front_end == "torch":
+        import torch
+
+        torch.manual_seed(rank)
+        network = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+        local = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+        optimizer = module.PeriodicOptimizer(local, network, algorithm(), 3, **options)
+        for batch in inputs:
+            optimizer.zero_grad()
+            network(torch.from_numpy(batch)).square().mean().backward()
+            optimizer.step()
+        return digests(optimizer, lambda: [value.detach().numpy() for value in network.parameters()])
+    import keras
+
+    keras.utils.set_random_seed(rank)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(3)])
+    optimizer = module.PeriodicOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), model, algorithm, 3, **options)
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    examples = inputs.reshape(-1, 6)
+    model.fit(examples, np.zeros((len(examples), 3), np.float32), batch_size=8, epochs=1, verbose=0, shuffle=False)
+    return digests(optimizer, model.get_weights)
+
+
 if __name__ == "__main__":
     given, *more = sys.argv[1:]
     if not more:
@@ -178,5 +251,7 @@ if __name__ == "__main__":
         two_trainings(Path(given))
     elif more == ["errors"]:
         errors(Path(given))
+    elif more[0] == "same bits":
+        same_bits(Path(given), more[1])
     else:
         beside_horovod(Path(given), *more)

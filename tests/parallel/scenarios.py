@@ -27,7 +27,7 @@ from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
 from tests.parallel import torch_fragments, torch_life, torch_overlap
 from tests.parallel.program import NotApplicableError, Scenarios, attempt
-from tests.parallel.torch_job import UNDER_TORCHRUN, hvd
+from tests.parallel.torch_job import OVER_MPI, UNDER_TORCHRUN, hvd
 
 scenario = Scenarios()
 scenario.include(torch_life.scenario)
@@ -195,6 +195,8 @@ def distributed_optimizer_inside() -> Any:
     if UNDER_TORCHRUN:
         model = torch.nn.parallel.DistributedDataParallel(model)
         return attempt(lambda: hvdp.AGNOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model))
+    if OVER_MPI:
+        raise NotApplicableError("MPI has no optimizer that averages gradients")
     inner = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     return attempt(lambda: hvdp.AGNOptimizer(inner, model))
 

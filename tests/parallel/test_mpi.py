@@ -131,3 +131,17 @@ def test_mpi_without_its_launcher(variables: dict[str, str], text: str) -> None:
     assert done.returncode == 1
     assert "RuntimeError: " in done.stderr
     assert text in done.stderr
+
+
+@pytest.mark.parametrize("front_end", ["torch"])
+def test_each_library_leads_to_the_same_bits(front_end: str, tmp_path: Path) -> None:
+    """On two ranks, whose sums have one order."""
+    pytest.importorskip(f"horovod.{front_end}")
+    ranks = run_scenarios("mpirun", 2, "mpi_program", tmp_path, 90, "same bits", front_end, framework=front_end)
+    for found in ranks:
+        assert found["horovod"] == found["torch"] == found["mpi"]
+    for way, (_, center) in ranks[0]["horovod"].items():
+        assert ranks[1]["horovod"][way][1] == center, way
+    centers = {way: center for way, (_, center) in ranks[0]["horovod"].items()}
+    assert centers.pop("root") == centers["easgd"], "where the center lives changes nothing"
+    assert len(set(centers.values())) == len(centers)

@@ -21,6 +21,7 @@ JOBS = [
     ("mpirun", "torch", 2),
     thorough(("mpirun", "torch", 3)),
     thorough(("torchrun", "torch", 2)),
+    thorough(("mpirun, MPI", "torch", 2)),
     thorough(("torchrun", "torch", 3)),
     thorough(("mpirun", "tensorflow", 2)),
     thorough(("mpirun", "tensorflow", 3, "trajectories", "statistics")),

@@ -29,11 +29,14 @@ JOBS = [
     ("python", 1, *OF_SIZE),
     ("horovodrun --gloo", 2, *OF_SIZE),
     ("torchrun", 2, *OF_SIZE),
+    ("mpirun, MPI", 2, *OF_SIZE),
     thorough(("mpirun", 3)),
     thorough(("python", 1)),
     thorough(("horovodrun --gloo", 3)),
     thorough(("horovodrun --mpi", 2)),
     thorough(("torchrun", 3)),
+    thorough(("mpirun, MPI", 2)),
+    thorough(("mpirun, MPI", 3)),
 ]
 """Launcher, ranks, and the scenarios of the job; default: all."""
 

@@ -1,7 +1,8 @@
-"""The job that ranks of PyTorch are in, in Horovod's words: Horovod's own module, or torch.distributed.
+"""The job that ranks of PyTorch are in, in Horovod's words: Horovod's own module, torch.distributed, or MPI.
 
-That is so under torchrun, and under mpirun with ``HVD_PERIODIC_COMM=torch``, where ranks meet in the folder that is the
-first argument of the program. There, Horovod is as good as not installed.
+It is torch.distributed under torchrun, and under mpirun with ``HVD_PERIODIC_COMM=torch``, where ranks meet in the
+folder that is the first argument of the program; and MPI with ``HVD_PERIODIC_COMM=mpi``. There, Horovod is as good as
+not installed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvd_periodic import Communicator
+from hvd_periodic.comm.mpi import group_of_ranks
+
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+OVER_MPI = os.environ.get("HVD_PERIODIC_COMM") == "mpi"
 BESIDE_MPI = os.environ.get("HVD_PERIODIC_COMM") == "torch" and "OMPI_COMM_WORLD_RANK" in os.environ
 
 
@@ -76,12 +81,66 @@ class OverTorchDistributed:
         return self.allgather_object(value)[root_rank]
 
 
+class OverMPI:
+    """What scenarios need of Horovod, over MPI."""
+
+    ProcessSet = list
+
+    def init(self, process_sets: list[Any] | str | None = None) -> None:
+        """Put communicators into the places of process sets."""
+        if isinstance(process_sets, list):
+            process_sets[:] = [group_of_ranks(ranks) for ranks in process_sets]
+
+    @property
+    def everyone(self) -> Communicator:
+        """The communicator of all ranks."""
+        from hvd_periodic.torch.communicator import communicator_of
+
+        return communicator_of(None)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def rank(self) -> int:
+        return self.everyone.rank
+
+    def size(self) -> int:
+        return self.everyone.size
+
+    def local_rank(self) -> int:
+        return int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"])
+
+    def mpi_enabled(self) -> bool:
+        return True
+
+    def barrier(self) -> None:
+        self.everyone.allgather_object(None, "barrier")
+
+    def allreduce(self, value: torch.Tensor, name: str = "allreduce") -> torch.Tensor:
+        total: torch.Tensor = self.everyone.allreduce(value.clone().reshape(-1), name)()
+        return total.reshape(value.shape) / self.size()
+
+    def allgather_object(self, value: object, name: str = "allgather") -> list[Any]:
+        return self.everyone.allgather_object(value, name)
+
+    def broadcast_object(self, value: object, root_rank: int = 0, name: str = "broadcast") -> Any:
+        return self.everyone.broadcast_object(value, name, root_rank)
+
+
 def _backends() -> str:
     """Return what carries tensors: NCCL those on GPUs, if every rank of this host has one to itself."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
 
 
-if UNDER_TORCHRUN or BESIDE_MPI:
+if UNDER_TORCHRUN or BESIDE_MPI or OVER_MPI:
+    for module in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        del sys.modules[module]  # Jobs share imports.
     sys.modules["horovod"] = None  # type: ignore[assignment]
-hvd: Any = OverTorchDistributed() if UNDER_TORCHRUN or BESIDE_MPI else importlib.import_module("horovod.torch")
+hvd: Any = (
+    OverMPI()
+    if OVER_MPI
+    else OverTorchDistributed()
+    if UNDER_TORCHRUN or BESIDE_MPI
+    else importlib.import_module("horovod.torch")
+)
 """Horovod, or what takes its place."""
