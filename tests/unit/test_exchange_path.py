@@ -143,7 +143,7 @@ def test_keras(exchanges: list[Trace], eager: bool) -> None:
     model.fit(np.ones((16, 3)), np.ones((16, 2)), batch_size=4, verbose=0)
     assert len(exchanges) == 2
     check_asked_once(exchanges[1])
-    exchanges[1].check(Limits(38, 143, 370))
+    exchanges[1].check(Limits(39, 143, 370))
 
 
 def test_session(exchanges: list[Trace]) -> None:
@@ -163,4 +163,4 @@ def test_session(exchanges: list[Trace]) -> None:
                 session.run(train)
     assert len(exchanges) == 2
     check_asked_once(exchanges[1])
-    exchanges[1].check(Limits(40, 143, 320))
+    exchanges[1].check(Limits(41, 143, 320))

@@ -233,8 +233,6 @@ def within_a_process_set(maker: Maker) -> None:
         import horovod.tensorflow as hvd
 
         maker.make(process_set=hvd.global_process_set)
-    elif maker.front_end == "numpy":
-        maker.make(process_set=SimpleNamespace(process_set_id=1))
     else:
         maker.make(process_set=OfProcessSet() if maker.mode == "elastic" else LocalCommunicator())
 
