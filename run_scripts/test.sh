@@ -20,7 +20,7 @@ copy_tree() {
       if [[ -e $file ]]; then printf '%s\0' "$file"; fi
     done | tar -c --null -T - | tar -x -C "$1"
   else
-    tar -c --exclude=./.venv --exclude=./build --exclude=./dist --exclude=./results --exclude=./site --exclude='*.egg-info' \
+    tar -c --exclude=./.venv --exclude=./.venv-cuda --exclude=./build --exclude=./dist --exclude=./results --exclude=./site --exclude='*.egg-info' \
       --exclude=__pycache__ --exclude='./.*_cache' --exclude=./.hypothesis . | tar -x -C "$1"
   fi
 }

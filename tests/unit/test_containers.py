@@ -92,7 +92,16 @@ def test_setup_knows_the_options(options: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", ["--without", "--without jax", "--without torch --without tensorflow", "--frameworks torch"]
+    "options",
+    [
+        "--without",
+        "--without jax",
+        "--without torch --without tensorflow",
+        "--frameworks torch",
+        "--cuda --use-current-env",
+        "--use-current-env --cuda",
+        "--cuda --without torch",
+    ],
 )
 def test_setup_refuses_others(options: str) -> None:
     command = ["bash", str(ROOT / "run_scripts/setup.sh"), *options.split()]
