@@ -355,7 +355,7 @@ install_horovod() {
 # Builds the Horovod wheel in folder $1.
 build_horovod() {
   step "Building Horovod $HOROVOD_VERSION for ${FRAMEWORKS[*]}${CUDA:+ with NCCL, for GPUs of compute capability $(capabilities)}" \
-    '4 min on two cores for both frameworks, 2 min for torch alone; longer with CUDA'
+    '4 min on two cores for both frameworks, 2 min for torch alone, 8 min with CUDA'
   cp "$SCRIPTS/horovod_cxx.sh" "$1/cxx"
   local compiler cuda=
   compiler=$(cxx) # Before CXX becomes the wrapper.
