@@ -144,11 +144,12 @@ def compare(folder: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for run in runs:
         label = f"{_title(run)}: {run.center_accuracy:.3f}, {run.exchanges} exchanges"
-        left.plot(_steps(run), _smooth(np.mean(run.losses, axis=0)), linewidth=1, label=label)
+        (line,) = left.plot(_steps(run), _smooth(np.mean(run.losses, axis=0)), linewidth=1, label=label)
         course = [(count, 1 - accuracy) for count, accuracy in run.course if count <= equal]
-        right.plot(*zip(*course, strict=True), marker=".", linewidth=1, label=run.algorithm) if course else None
+        if course:
+            right.plot(*zip(*course, strict=True), marker=".", linewidth=1, color=line.get_color())
     left.set(xlabel="local step", ylabel="training loss, mean of workers", yscale="log")
-    right.set(xlabel=f"exchanges, up to the {equal} of all", ylabel="test error of the center", yscale="log")
+    right.set(xlabel=f"exchanges (all runs have at least {equal})", ylabel="test error of the center", yscale="log")
     figure.legend(
         *left.get_legend_handles_labels(), title="test accuracy of the center", loc="outside lower center", ncols=2
     )

@@ -58,6 +58,8 @@ class PolicyArgument:
             self._check(given, self.name)
         elif isinstance(given, Mapping):
             for pattern, policy in given.items():
+                if not isinstance(pattern, str):
+                    raise TypeError(f"Patterns of `{self.name}` must be strings. Received: {pattern!r}")
                 self._check(policy, f"{self.name}[{pattern!r}]")
         elif given is not None and not callable(given):
             raise TypeError(f"`{self.name}` must be {self._choices}. Received: {type(given).__name__}")

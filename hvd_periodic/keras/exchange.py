@@ -99,6 +99,7 @@ class PeriodicExchange(keras.callbacks.Callback):
             return synchronizer
 
         self._exchanged, self._values = model, Variables(model)
+        self._trained = list(model.trainable_variables) if isinstance(model, keras.Model) else []
         self.synchronizer: ReplicaSynchronizer[Array] = build_on_all(communicator, name, build)
         self.synchronizer.learning_rate = lambda: None if self._optimizer is None else self._learning_rate()
         self.synchronizer.start()
@@ -121,7 +122,7 @@ class PeriodicExchange(keras.callbacks.Callback):
             yield
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Check what this ``fit`` trains, and begin on all ranks together."""
+        """Check what this ``fit`` trains."""
         if self.model is not self._exchanged:
             raise ValueError(
                 "PeriodicExchange is for the model that it was given: construct one for each model. Received: fit() of "
@@ -142,6 +143,16 @@ class PeriodicExchange(keras.callbacks.Callback):
                 "EarlyStopping(restore_best_weights=True) would put weights of this rank alone into the model when "
                 "fit() ends, in place of the center of all ranks: leave the argument out"
             )
+        trained = self._exchanged.trainable_variables
+        if [*map(id, trained)] != [*map(id, self._trained)]:
+            raise ValueError(
+                "PeriodicExchange exchanges the variables that are trainable when it is constructed: construct a new "
+                f"one after layers were frozen, thawed or added. Received: {len(trained)} trainable variables, of "
+                f"{len(self._trained)} then, or others"
+            )
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Begin on all ranks together, at the first batch: other callbacks may have loaded weights until then."""
         self.synchronizer.begin()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

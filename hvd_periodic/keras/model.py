@@ -47,6 +47,7 @@ class NamedVariables:
         trained: number of trained variables.
         positions: the index of every parameter among the trained variables, if there are others; None: all of these
             are parameters.
+        keeps_own: whether some trained variables are not exchanged.
         formerly: for every variable that version 0.1 averaged, whether it is in ``averaged``; empty if the user has
             chosen policies.
     """
@@ -63,6 +64,7 @@ class NamedVariables:
     following: Named = field(default_factory=list)
     trained: int = 0
     positions: Sequence[int] | None = None
+    keeps_own: bool = False
     formerly: Sequence[bool] = ()
 
 
@@ -141,7 +143,7 @@ def named_variables(
         if buffers is None and statistic and _has_mean(weight):
             formerly.append(policy == AVERAGE)
     named = [(_unique(variable, names), native(variable)) for variable in trained]
-    participation = participation_of(parameters, named)
+    participation = participation_of(parameters, [(name, v) for (name, _), v in zip(named, trained, strict=True)])
     positions = [i for i, (name, _) in enumerate(named) if participation[name] == AVERAGE]
     return NamedVariables(
         [named[i] for i in positions],
@@ -153,9 +155,10 @@ def named_variables(
         constraints=[getattr(trained[i], "constraint", None) for i in positions],
         deriving=deriving,
         unasked=unasked,
-        following=[pair for pair in named if participation[pair[0]] == BROADCAST],
+        following=[(name, v) for name, v in named if participation[name] == BROADCAST and math.prod(v.shape)],
         trained=len(named),
         positions=positions if len(positions) < len(named) else None,
+        keeps_own=LOCAL in participation.values(),
         formerly=formerly,
     )
 

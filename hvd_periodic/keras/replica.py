@@ -63,7 +63,7 @@ class NamedReplica(Replica[Any]):
             )
         self.named, self.bucket_bytes = named, bucket_bytes
         self.positions: Sequence[int] = range(len(named.parameters)) if named.positions is None else named.positions
-        self.keeps_own = len(named.parameters) + len(named.following) < named.trained
+        self.keeps_own = named.keeps_own
 
     def make_stores(self) -> None:
         """Make the stores of all roles."""
@@ -103,6 +103,8 @@ class NamedReplica(Replica[Any]):
             for i, (name, variable) in enumerate(pairs):
                 last, shape = name.rpartition("/")[2], [int(length) for length in variable.shape]
                 facts[f"{role} {i}"] = f"{last} {self.dtype_of(variable)}{shape}"
+        if self.named.positions is not None:  # Names cannot tell which variables are whose.
+            facts["places of parameters among the trained variables"] = list(self.named.positions)
         return facts
 
     def changes(self) -> str | None:

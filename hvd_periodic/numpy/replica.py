@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.buffers import AVERAGE, BROADCAST, NONE_AVERAGED, Policies, participation_of
+from hvd_periodic.buffers import AVERAGE, BROADCAST, LOCAL, NONE_AVERAGED, Policies, participation_of
 from hvd_periodic.named import unique_pairs
 from hvd_periodic.numpy.sgd import Array
 from hvd_periodic.replica import SOME, Replica
@@ -99,7 +99,8 @@ class NumpyReplica(HostReplica):
         if not any(array.size for _, array in averaged):
             found = f"{len(named)} parameters{NONE_AVERAGED}" if len(averaged) < len(named) else "no parameters"
             raise ValueError(f"`model` must hold at least one element. Received: {found}")
-        self.keeps_own = len(averaged) + len(following) < len(named)
+        self.keeps_own = LOCAL in participation.values()
+        following = [(name, array) for name, array in following if array.size]
         self.exchanged = [i for i, name in enumerate(self.names) if participation[name] == AVERAGE]
         """Indices of the arrays on which the algorithm acts."""
         self.gradients: list[Array | None] = [None] * len(self.arrays)

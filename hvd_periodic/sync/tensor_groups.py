@@ -58,7 +58,7 @@ class TensorGroups(Generic[V]):
 
         If gradients are averaged within groups of ranks, centers of statistics differ between the ranks of a group.
         """
-        return self._groups if self._membership.group is None else self._groups[:1]
+        return self._groups if self._membership.group is None else self._trained
 
     @property
     def _trained(self) -> list[TensorGroup[V]]:

@@ -21,9 +21,9 @@ def center_state_dict(model: torch.nn.Module, optimizer: PeriodicOptimizer | Syn
 
     For a model that ``torch.compile`` wraps, these are the names in the model that was compiled.
 
-    Averaged buffers have the values of the last exchange; tensors that take no part in exchanges (frozen parameters,
-    local buffers) have this rank's values. All values are copies. If the center is on every rank, a single rank may
-    call this function.
+    Averaged buffers have the values of the last exchange; tensors that take no part in exchanges (frozen and local
+    parameters, local buffers) have this rank's values. All values are copies. If the center is on every rank, a single
+    rank may call this function.
 
     Args:
         model: the model that was trained, or one that contains its parameters.

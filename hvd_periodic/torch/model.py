@@ -101,7 +101,8 @@ class NamedTensors:
         current, original = _ids(module.named_parameters()), _ids(self.parameters)
         current |= _ids(pair for pair in _originals(module.named_buffers()) if self._exchanges(*pair))
         original |= _ids(pair for pair in self.buffers if self._exchanges(*pair))
-        changed = [name for name in current.keys() | original.keys() if current.get(name) != original.get(name)]
+        names = (name for name in current.keys() | original.keys() if self.participation.get(name) != LOCAL)
+        changed = [name for name in names if current.get(name) != original.get(name)]
         return min(changed, default=None)
 
     def reshard(self) -> None:

@@ -78,7 +78,7 @@ class TorchReplica(Replica[torch.Tensor]):
         ours = [(n, p) for n, p in common if self._held is None or id(p) in self._held]
         trained = [(n, p) for n, p in ours if p.requires_grad]
         taking_part = [(n, p) for n, p in trained if named.participation.get(n, AVERAGE) == AVERAGE]
-        following = [(n, p) for n, p in trained if named.participation.get(n) == BROADCAST]
+        following = [(n, p) for n, p in trained if named.participation.get(n) == BROADCAST and p.numel()]
         if not any(parameter.numel() for _, parameter in taking_part):
             raise ValueError(
                 "`model` must hold at least one trainable parameter. Received: "

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.sync.tensor_groups import FROM_ROOT, TensorGroups
 from hvd_periodic.torch.model import NamedTensors, original_name
 from hvd_periodic.torch.outer import TorchOuterOptimizer
 from hvd_periodic.torch.sharded_parameters import as_sharded, shard_of
@@ -86,7 +86,10 @@ def with_sharded_tensors(
     def of_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
         return {name: like(name, tensor) for name, tensor in tensors.items()}
 
-    vectors = state["vectors"] | {"parameters": {k: of_names(v) for k, v in state["vectors"]["parameters"].items()}}
+    of_parameters = [name for name in ("parameters", FROM_ROOT) if name in state["vectors"]]
+    vectors = state["vectors"] | {
+        group: {key: of_names(tensors) for key, tensors in state["vectors"][group].items()} for group in of_parameters
+    }
     in_flight, moving = state["under_way"], state["center_optimizer"]
     if in_flight is not None:
         in_flight = in_flight | {"snapshot": of_names(in_flight["snapshot"])}

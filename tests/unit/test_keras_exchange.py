@@ -32,6 +32,44 @@ def fit(model: Any, *callbacks: Any) -> None:
     model.fit(np.ones((4, 2)), -np.ones((4, 1)), batch_size=1, verbose=0, callbacks=list(callbacks))
 
 
+class Loads(keras.callbacks.Callback):
+    """Loads weights when ``fit`` begins."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.set_weights([np.full((2, 1), 5.0, np.float32), np.full(1, 5.0, np.float32)])
+
+
+class Looks(keras.callbacks.Callback):
+    """Notes the distance to the center before the first batch."""
+
+    def __init__(self, watched: Any) -> None:
+        super().__init__()
+        self.watched, self.seen = watched, list[float]()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 0:
+            self.seen.append(self.watched.synchronizer.distance())
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_weights_that_another_callback_loads_are_where_training_starts(last: bool) -> None:
+    model = network()
+    callback = exchange(model, hvdp.EASGD(beta=0.5))
+    looks = Looks(callback)
+    fit(model, *([callback, Loads(), looks] if last else [Loads(), callback, looks]))
+    assert looks.seen == [0.0]
+
+
+def test_variables_that_are_thawed_after_construction() -> None:
+    model = network()
+    callback = exchange(model, hvdp.DiLoCo())
+    fit(model, callback)
+    model.layers[0].trainable = False
+    model.compile(keras.optimizers.SGD(0.1), loss="mse")
+    with pytest.raises(ValueError, match="exchanges the variables that are trainable when it is constructed"):
+        fit(model, callback)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_variables_that_span_buckets(dtype: str) -> None:
     """Each bucket holds five elements; variables keep their shape and dtype."""

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import hvd_periodic.tensorflow as hvdp
 from hvd_periodic import Communicator, LocalCommunicator
-from tests.helpers import run_ranks
+from tests.helpers import errors, run_ranks
 from tests.unit.test_tensorflow_edges import Delegate
 
 pytestmark = pytest.mark.timeout(120)
@@ -97,6 +97,20 @@ def test_the_rest_is_exchanged_as_if_it_were_alone(algorithm: str, options: dict
             assert found[step][2] == results[ROOT][step][2]
         assert found[0][2] != results[1 - rank][0][2]
         assert found[-1][2] == results[ROOT][STEPS - 2][2]
+
+
+def test_ranks_that_keep_different_variables() -> None:
+    """Of equal shape, and under names that only Keras has numbered."""
+
+    def work(communicator: Communicator) -> None:
+        layers = [keras.layers.Dense(2, use_bias=False, name=name) for name in ("abc", "zab")[communicator.rank]]
+        for layer in layers:
+            layer.build((2, 2))
+        made([layer.kernel for layer in layers], communicator, "diloco", parameters={"b/*": "local"})
+
+    for kind, message in errors(2, work):
+        assert kind is ValueError
+        assert "They differ in places of parameters among the trained variables" in message
 
 
 def test_compiled_steps_do_the_same() -> None:

@@ -182,6 +182,34 @@ def test_training_resumes_to_the_bit(center: str) -> None:
     assert run_ranks(3, work) == [True] * 3
 
 
+def test_a_state_that_the_root_alone_has_loaded_is_refused() -> None:
+    """The other ranks would go on with new parameters of their own."""
+
+    def work(communicator: Communicator) -> None:
+        model = {"x": np.zeros(1), "own": np.zeros(1)}
+        optimizer = made(model, communicator, "average", parameters={"own": "local"})
+        optimizer.step({"x": np.ones(1)})
+        again = made(model, communicator, "average", parameters={"own": "local"})
+        if communicator.rank == ROOT:
+            again.synchronizer.load_state_dict(optimizer.synchronizer.state_dict())
+        again.step({"x": np.ones(1)})
+
+    for kind, message in errors(2, work):
+        assert kind is ValueError
+        assert message.startswith("A state was loaded on the root alone, which has no values for the `parameters`")
+
+
+def test_parameters_without_elements() -> None:
+    def work(communicator: Communicator) -> list[float]:
+        model = {"x": np.zeros(1), "own": np.zeros((0, 2)), "led": np.zeros(0)}
+        optimizer = made(model, communicator, "average", parameters={"own": "local", "led": "broadcast"})
+        for _ in range(2):
+            optimizer.step({"x": -np.ones(1)})
+        return list(model["x"])
+
+    assert run_ranks(2, work) == [[pytest.approx(0.25)]] * 2
+
+
 def test_a_local_parameter_that_is_not_finite_is_the_rank_s_own_affair() -> None:
     def work(communicator: Communicator) -> list[float]:
         model = {"x": np.zeros(1), "own": np.full(1, np.nan)}
@@ -201,6 +229,7 @@ def test_a_local_parameter_that_is_not_finite_is_the_rank_s_own_affair() -> None
         ({"x": "maximum"}, ValueError, "`parameters['x']` must be one of ('average', 'broadcast', 'local')"),
         ("sometimes", ValueError, "Received: parameters='sometimes'"),
         (3, TypeError, "Received: int"),
+        ({0: "local"}, TypeError, "Patterns of `parameters` must be strings. Received: 0"),
         ("local", ValueError, "Received: 2 parameters, without those that `parameters` makes 'local' or 'broadcast'"),
     ],
 )

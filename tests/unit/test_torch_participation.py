@@ -126,6 +126,24 @@ def test_a_frozen_parameter_may_be_local() -> None:
     assert run(2, work) == [[0.0, 1.0], [1.0, 1.0]]
 
 
+def test_a_local_parameter_may_be_replaced() -> None:
+    """As long as the optimizer does not hold it."""
+
+    def work(communicator: ThreadCommunicator) -> int:
+        model = everything(communicator.rank)
+        local = torch.optim.SGD(model.body.parameters(), 0.1)
+        optimizer = hvdp.PeriodicOptimizer(
+            local, model, hvdp.Averaging(), 2, process_set=communicator, parameters={"expert.*": "local"}
+        )
+        model.expert[f"of {communicator.rank}"].x = torch.nn.Parameter(torch.zeros(4))
+        for _ in range(2):
+            model.body.x.grad = torch.ones_like(model.body.x)
+            optimizer.step()
+        return optimizer.synchronizer.rounds
+
+    assert run(2, work) == [1, 1]
+
+
 def test_copies_of_the_optimizer_and_the_exported_center() -> None:
     def work(communicator: ThreadCommunicator) -> Any:
         rank, model = communicator.rank, everything(communicator.rank)
