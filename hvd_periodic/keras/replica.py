@@ -34,6 +34,7 @@ class NamedReplica(Replica[Any]):
 
     Attributes:
         positions: the index of every parameter among the trained variables.
+        trained: number of trained variables.
 
     Raises:
         TypeError: a parameter cannot be averaged.
@@ -63,6 +64,7 @@ class NamedReplica(Replica[Any]):
             )
         self.named, self.bucket_bytes = named, bucket_bytes
         self.positions: Sequence[int] = range(len(named.parameters)) if named.positions is None else named.positions
+        self.trained = named.trained or len(named.parameters)
         self.keeps_own = named.keeps_own
 
     def make_stores(self) -> None:

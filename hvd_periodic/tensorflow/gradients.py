@@ -67,7 +67,7 @@ class GradientPreparation:
         """Return the gradients after the algorithm's local rule, which sees them without their scale."""
         pairs = zip(variables, gradients, strict=True)
         position = [self._index_of(variable) for variable, gradient in pairs if gradient is not None]
-        trained = len(self._synchronizer.replica.gradients)
+        trained = self._synchronizer.replica.trained
 
         def unscaled(gradient: Any) -> Any:
             """Return a gradient without its scale, in a dtype in which it does not underflow."""

@@ -197,10 +197,10 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             RuntimeError: called inside ``center()``.
             ValueError: the numbers of gradients and parameters differ.
         """
-        trained = len(self.replica.gradients)
+        trained = self.replica.trained
+        if len(gradients) != trained:
+            raise ValueError(f"{trained} parameters take as many gradients. Received: {len(gradients)}")
         self.replica.gradients = list(gradients)
-        if len(self.replica.gradients) != trained:
-            raise ValueError(f"{trained} parameters take as many gradients. Received: {len(self.replica.gradients)}")
         self.replica.with_gradients.update(i for i, gradient in enumerate(gradients) if gradient is not None)
         super().prepare_gradients()
         prepared: list[Any] = self.replica.gradients

@@ -62,7 +62,7 @@ class VariableReplica(NamedReplica):
             if not variable.shape.is_fully_defined():
                 raise ValueError(f"Variable {name!r} must have a fixed shape. Received: {variable.shape}")
         super().__init__(named, bucket_bytes)
-        self.gradients: list[Any] = [None] * (named.trained or len(named.parameters))
+        self.gradients: list[Any] = [None] * self.trained
         self.with_gradients: set[int] = set()
         self.values = HostValues()
         exchanged = (named.parameters, named.following, named.averaged, named.counted, named.followed)

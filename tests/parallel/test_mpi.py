@@ -77,8 +77,8 @@ def test_trainings_of_one_job_are_told_apart(two_trainings: tuple[Path, list[Any
         assert sorted(numbers) == ["0", "1", "2", "3"]
         assert len(set(names)) == 2
     for number, lines in read_run_log(log).items():
-        began = next(line for line in lines if line["event"] == "began")
-        assert began["ranks"] == [number % 2, number % 2 + 2]
+        began = [line["ranks"] for line in lines if line["event"] == "began"]
+        assert [number % 2, number % 2 + 2] in began, "beside those of a Horovod that numbers ranks otherwise"
 
 
 @pytest.fixture(scope="module")

@@ -319,8 +319,9 @@ def test_a_center_that_arrives_gets_no_advice(said: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize(("level", "lines_seen"), [("info", 2), ("DEBUG", 4), ("warning", 0), ("loud", 1)])
 def test_the_environment_asks_for_the_log(level: str, lines_seen: int) -> None:
     program = (
-        "import numpy as np; from hvd_periodic.numpy import SGD, ModelAverageOptimizer\n"
-        "optimizer = ModelAverageOptimizer(SGD(1.0), {'x': np.zeros(3)}, 2)\n"
+        "import numpy as np; from hvd_periodic import LocalCommunicator\n"
+        "from hvd_periodic.numpy import SGD, ModelAverageOptimizer\n"
+        "optimizer = ModelAverageOptimizer(SGD(1.0), {'x': np.zeros(3)}, 2, process_set=LocalCommunicator())\n"
         "for _ in range(4): optimizer.step([np.ones(3)])\n"
         "optimizer.synchronizer.finalize()"
     )

@@ -25,6 +25,7 @@ SHARED += [
     "timeout_seconds",
     "center_file",
     "run_log",
+    "parameters",
     "root_rank",
     "process_set",
 ]
@@ -122,7 +123,7 @@ def test_a_new_option_is_declared_once() -> None:
             super().__init__(3, **options)
 
     made = Outer(color="red")
-    assert made.options == {**DEFAULTS, "root_rank": None, "process_set": None, "color": "red"}
+    assert made.options == {**DEFAULTS, "parameters": None, "root_rank": None, "process_set": None, "color": "red"}
     assert of_exchange(made.options) == DEFAULTS
     assert list(inspect.signature(Outer).parameters) == [*SHARED, "color"]
 

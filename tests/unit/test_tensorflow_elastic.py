@@ -41,7 +41,7 @@ class Changing(LocalCommunicator):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_optimizers_whose_ranks_cannot_change(nested: bool) -> None:
-    message = "within process set LocalCommunicator, with which Horovod ends all ranks"
+    message = "exchanges over one process, whose ranks cannot change"
     model = network()
     made = optimizer(model)
     made = optimizer(model, made) if nested else made

@@ -19,7 +19,7 @@ def optimizer(model: Any, inner: Any = None, **options: Any) -> Any:
 
 
 def test_optimizers_whose_ranks_cannot_change() -> None:
-    message = "within process set LocalCommunicator, with which Horovod ends all ranks when one is lost"
+    message = "exchanges over one process, whose ranks cannot change"
     model = torch.nn.Linear(2, 1)
     made = optimizer(model)
     with pytest.raises(ValueError, match=f"`optimizer` .*{message}"):
