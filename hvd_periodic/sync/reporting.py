@@ -37,6 +37,7 @@ def new_journal(membership: Membership, folder: Path | None) -> Journal:
     if logger.isEnabledFor(logging.INFO):
         listeners.append(LogListener(lambda: membership.is_root, lambda: membership.number_among_several))
     if folder is not None:
+        folder = folder / membership.communicator.training
         listeners.append(RunLog(folder, lambda: (membership.global_rank, membership.number, membership.name)))
     return Journal(listeners)
 

@@ -77,8 +77,13 @@ def test_trainings_of_one_job_are_told_apart(two_trainings: tuple[Path, list[Any
         assert sorted(numbers) == ["0", "1", "2", "3"]
         assert len(set(names)) == 2
     for number, lines in read_run_log(log).items():
-        began = [line["ranks"] for line in lines if line["event"] == "began"]
-        assert [number % 2, number % 2 + 2] in began, "beside those of a Horovod that numbers ranks otherwise"
+        assert [line["ranks"] for line in lines if line["event"] == "began"] == [[number % 2, number % 2 + 2]]
+    for first, asynchronous in ((0, False), (1, True)):
+        of_horovod = read_run_log(log / f"training-of-rank-{first}")
+        assert list(of_horovod) == [0, 1]
+        for lines in of_horovod.values():
+            began = [(line["ranks"], line["asynchronous"]) for line in lines if line["event"] == "began"]
+            assert began == [([0, 1], asynchronous)]
 
 
 @pytest.fixture(scope="module")
