@@ -99,6 +99,9 @@ class OverMPI:
 
         return communicator_of(None)
 
+    def shutdown(self) -> None:
+        """Leave MPI to mpi4py, which ends it at exit."""
+
     def is_initialized(self) -> bool:
         return True
 
@@ -120,6 +123,10 @@ class OverMPI:
     def allreduce(self, value: torch.Tensor, name: str = "allreduce") -> torch.Tensor:
         total: torch.Tensor = self.everyone.allreduce(value.clone().reshape(-1), name)()
         return total.reshape(value.shape) / self.size()
+
+    def allreduce_(self, value: torch.Tensor, name: str = "allreduce") -> None:
+        """Sum in place."""
+        value.copy_(self.everyone.allreduce(value.reshape(-1), name)().reshape(value.shape))
 
     def allgather_object(self, value: object, name: str = "allgather") -> list[Any]:
         return self.everyone.allgather_object(value, name)
