@@ -119,6 +119,14 @@ class Replica(Protocol, Generic[V]):
         """Return, by name, the weights that no exchange touches although the user has not asked for this."""
         return {}
 
+    def digests(self) -> Mapping[str, bytes]:
+        """Return a SHA-256 digest of each weight of :meth:`unexchanged`, in an order that is the same on all ranks."""
+        return {}
+
+    def advice_on_difference(self, name: str) -> str:
+        """Return advice to users about a weight of :meth:`unexchanged` that differs between ranks."""
+        return self.how_to_exchange
+
     def some_of(self, tensor: Any) -> np.ndarray:
         """Return some elements, spread over a tensor."""
         return np.zeros(0)

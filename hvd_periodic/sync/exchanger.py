@@ -18,6 +18,7 @@ from hvd_periodic.comm.membership import Membership
 from hvd_periodic.journal import Journal
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
+from hvd_periodic.sync.differences import Differences
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.handshake import Handshake
 from hvd_periodic.sync.optimizer_state import OptimizerState, OptimizerStateExchange
@@ -51,6 +52,7 @@ class ExchangeContext(Generic[V]):
         local_optimizer: the state of the local optimizer; None if unknown.
         nonfinite: policy for a rank whose replica is not finite.
         audit_every: number of exchanges between comparisons of the ranks' centers; 0: never.
+        differences: compares the weights that no exchange touches.
         center_file: file that holds an asynchronous center; None: no file.
         journal: records exchanges.
     """
@@ -68,6 +70,7 @@ class ExchangeContext(Generic[V]):
     local_optimizer: OptimizerState[V] | None
     nonfinite: str
     audit_every: int
+    differences: Differences[V]
     center_file: Path | None
     journal: Journal
 

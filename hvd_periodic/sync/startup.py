@@ -235,8 +235,9 @@ class Startup(Generic[V]):
                     "on other ranks: load each rank's own state on all of them"
                 )
             self._take_over(everyone, membership.root_among_all, membership.name)
-        elif start is Start.AS_LOADED:
+        elif start is Start.AS_LOADED:  # Otherwise, all have the weights of the root that no exchange touches.
             exchanger.resume(checkpoint.state)
+            context.differences.compare()
         checkpoint.forget()
         self._plan_first_round(records)
         context.progress.begin()

@@ -27,6 +27,7 @@ from hvd_periodic.schedules.conversion import as_schedule
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.center_reader import CenterReader
 from hvd_periodic.sync.checkpoint import Checkpoint
+from hvd_periodic.sync.differences import Differences
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, check_agreement
 from hvd_periodic.sync.finite import RAISE, SKIP, as_nonfinite
 from hvd_periodic.sync.fragment_plan import by_fragments
@@ -212,6 +213,7 @@ class ReplicaSynchronizer(Generic[V]):
             local_optimizer=reset,
             nonfinite=nonfinite,
             audit_every=audit_every,
+            differences=Differences(replica, self.membership),
             center_file=_as_center_file(center_file, bool(asynchronous)),
             journal=self.journal,
         )
@@ -382,12 +384,15 @@ class ReplicaSynchronizer(Generic[V]):
         self.exchanger.check_alive()
         self.begin(CallPoint.END)
         self.exchanger.leave()
+        self.exchanger.context.differences.compare()
         if self.handshake.background_save is not None:
             self.handshake.background_save.complete()
         self.journal.ended(self.counters)
 
     def audit(self) -> None:
-        """Check that all ranks hold the same center, bit by bit; collective.
+        """Check that all ranks hold the same center, bit by bit, and compare the weights that no exchange touches.
+
+        Collective. Of weights that differ, the root warns, once for each.
 
         Raises:
             RuntimeError: centers differ, the message names the ranks; or other ranks are in another call.

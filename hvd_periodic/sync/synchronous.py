@@ -181,6 +181,7 @@ class Synchronous(Exchanger[V]):
         self._constrain()
         if context.audit_every and (context.progress.rounds + 1) % context.audit_every == 0:
             groups.audit(self.advice)
+            context.differences.compare()
         return sent
 
     def _constrain(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM, NONE_AVERAGED
+from hvd_periodic.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM, NONE_AVERAGED, is_of_random_generator
 from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 from hvd_periodic.torch.model import NamedTensors
@@ -72,6 +72,7 @@ class TorchReplica(Replica[torch.Tensor]):
                     f"model.named_parameters(). Received: {len(named.parameters)} names, "
                     f"{len(unnamed)} of {len(self._held)} parameters without one"
                 )
+        self._digests: dict[str, tuple[Any, bytes]] = {}
         self.local_names = {name for name, policy in named.participation.items() if policy == LOCAL}
         self.keeps_own = bool(self.local_names)
         common = [(n, p) for n, p in named.parameters if n not in self.local_names]
@@ -258,11 +259,35 @@ class TorchReplica(Replica[torch.Tensor]):
 
     def frozen(self) -> bytes:
         """Return a digest of the frozen parameters of the model."""
-        frozen = list(self._frozen().values())
-        digest = hashlib.sha256()
-        for parameter in frozen:
-            digest.update(shard_of(parameter).detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.digest() if frozen else b""
+        frozen = [self._digest(name, parameter) for name, parameter in self._frozen().items()]
+        return hashlib.sha256(b"".join(frozen)).digest() if frozen else b""
+
+    def digests(self) -> dict[str, bytes]:
+        """Return digests of frozen parameters, and of buffers that are local by default."""
+        weights = self.unexchanged().items()
+        return {name: self._digest(name, tensor) for name, tensor in weights if not is_of_random_generator(name)}
+
+    def advice_on_difference(self, name: str) -> str:
+        """Return the argument to write for a buffer, or for a frozen parameter, which is not exchanged."""
+        if name in self.named.policies:
+            return f"To exchange it, pass buffers={{{name!r}: 'average'}}; to keep each rank's own, 'local'"
+        return f"Change it identically on all ranks; or, to keep each rank's own, pass parameters={{{name!r}: 'local'}}"
+
+    def _digest(self, name: str, tensor: torch.Tensor) -> bytes:
+        """Return a digest of a tensor: the last one, if it has not changed since.
+
+        In-place operations count up its version. Those on ``.data`` do not, but change the sum of its 64-bit words,
+        which takes a tenth of the time of a digest.
+        """
+        shard = shard_of(tensor).detach()
+        if shard.is_meta:
+            return b""
+        state = None if shard.is_inference() else (shard._version, shard.data_ptr(), _sum_of_words(shard))
+        known, digest = self._digests.get(name, (None, b""))
+        if state is None or None in state or state != known:
+            digest = hashlib.sha256(shard.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).digest()
+            self._digests[name] = state, digest
+        return digest
 
     def discard_gradients(self) -> None:
         """Remove the gradients of the parameters, so that optimizers skip them."""
@@ -410,3 +435,11 @@ def _accumulation_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
     if tensor.is_floating_point():
         return REALS.get(tensor.dtype, torch.float32)
     return INTEGERS.get(tensor.dtype, torch.int64)
+
+
+def _sum_of_words(tensor: torch.Tensor) -> int | None:
+    """Return the sum of the 64-bit words of a tensor, modulo 2⁶⁴; None if it does not consist of such words."""
+    size = tensor.element_size()
+    if not tensor.is_contiguous() or tensor.numel() * size % 8 or tensor.storage_offset() * size % 8:
+        return None
+    return int(tensor.reshape(-1).view(torch.int64).sum())
