@@ -125,8 +125,8 @@ def progress(what: str, total: int) -> Iterator[Advance]:
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    options = {"disable": not terminal(sys.stderr), "redirect_stdout": terminal(sys.stdout)}  # A pipe gets its lines.
-    with Progress(*columns, console=console, transient=True, **options) as bar:
+    hidden, pipe = not terminal(sys.stderr), not terminal(sys.stdout)  # A pipe gets its lines.
+    with Progress(*columns, console=console, transient=True, disable=hidden, redirect_stdout=not pipe) as bar:
         task = bar.add_task(what, total=total)
 
         def advance(done: int, now: str = "") -> None:

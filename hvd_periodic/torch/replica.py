@@ -285,7 +285,7 @@ class TorchReplica(Replica[torch.Tensor]):
         state = None if shard.is_inference() else (shard._version, shard.data_ptr(), _sum_of_words(shard))
         known, digest = self._digests.get(name, (None, b""))
         if state is None or None in state or state != known:
-            digest = hashlib.sha256(shard.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).digest()
+            digest = hashlib.sha256(shard.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
             self._digests[name] = state, digest
         return digest
 
