@@ -98,7 +98,7 @@ class PeriodicOptimizer:
             gradients: one per parameter, in order or by name; None, or a missing name, for no gradient.
 
         Raises:
-            TypeError: a gradient is not a floating-point array.
+            TypeError: a gradient is not a floating-point array, or a complex one for a complex parameter.
             ValueError: a gradient has no parameter, or another shape.
             RuntimeError: called inside ``center()``; or as an exchange raises.
         """
@@ -113,9 +113,11 @@ class PeriodicOptimizer:
         for name, array, gradient in zip(replica.names, replica.arrays, gradients, strict=True):
             if gradient is None:
                 continue
-            if not isinstance(gradient, (np.ndarray, np.floating)) or not np.issubdtype(gradient.dtype, np.floating):
+            kind = np.complexfloating if np.iscomplexobj(array) else np.floating
+            if not isinstance(gradient, (np.ndarray, np.inexact)) or not np.issubdtype(gradient.dtype, kind):
                 found = gradient.dtype if isinstance(gradient, np.ndarray) else type(gradient).__name__
-                raise TypeError(f"The gradient of {name!r} must be a numpy array of floating point. Received: {found}")
+                wanted = "complex numbers, as the parameter is" if np.iscomplexobj(array) else "floating point"
+                raise TypeError(f"The gradient of {name!r} must be a numpy array of {wanted}. Received: {found}")
             if gradient.shape != array.shape:
                 raise ValueError(f"The gradient of {name!r} must have shape {array.shape}. Received: {gradient.shape}")
         replica.gradients = list(gradients)

@@ -519,7 +519,10 @@ class ReplicaSynchronizer(Generic[V]):
         )
 
     def center_tensors(self) -> list[Any]:
-        """Return views of this rank's shard of the center of the parameters, in order, in the dtype of the center."""
+        """Return views of this rank's shard of the center of the parameters, in order, in the dtype of the center.
+
+        Complex parameters are pairs of reals, of shape (…, 2).
+        """
         self.exchanger.wait_and_update_centers()
         return self.tensor_groups.parameters.center.tensors()
 

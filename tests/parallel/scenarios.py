@@ -79,6 +79,24 @@ def constant_gradients() -> Any:
 
 
 @scenario
+def complex_constant_gradients() -> Any:
+    """Moves of 1 + 2i on rank 0 and −3 + i on the others: the center after each exchange."""
+    gradient = -1 - 2j if hvd.rank() == 0 else 3 - 1j
+    results = {}
+    for center in ("replicated", "root", "sharded"):
+        w = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+        sgd = torch.optim.SGD([w], lr=1.0)
+        optimizer = hvdp.ElasticAverageOptimizer(sgd, [("w", w)], 1, moving_rate=0.25, center=center)
+        results[center] = []
+        for _ in range(3):
+            w.grad = torch.full_like(w, gradient)
+            optimizer.step()
+            with optimizer.center():
+                results[center].append(torch.view_as_real(w.detach()).tolist())
+    return results
+
+
+@scenario
 def quadratics() -> Any:
     """The losses of the oracle, with momentum; x and c at the end."""
     results = {}
