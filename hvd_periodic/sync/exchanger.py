@@ -12,6 +12,7 @@ from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.arguments import described
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers.base import Placement
+from hvd_periodic.centers.norm_bounds import NormBounds
 from hvd_periodic.comm.agreement import agree, build_on_all
 from hvd_periodic.comm.handshake import Record
 from hvd_periodic.comm.membership import Membership
@@ -51,6 +52,7 @@ class ExchangeContext(Generic[V]):
         local_optimizer: the state of the local optimizer; None if unknown.
         nonfinite: policy for a rank whose replica is not finite.
         audit_every: number of exchanges between comparisons of the ranks' centers; 0: never.
+        bounds: bounds on norms; None if there are none.
         center_file: file that holds an asynchronous center; None: no file.
         journal: records exchanges.
     """
@@ -68,6 +70,7 @@ class ExchangeContext(Generic[V]):
     local_optimizer: OptimizerState[V] | None
     nonfinite: str
     audit_every: int
+    bounds: NormBounds | None
     center_file: Path | None
     journal: Journal
 

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
-from hvd_periodic.algorithms.base import Algorithm
+from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.arguments import require_int
 from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
+from hvd_periodic.centers.norm_bounds import as_norm_bounds
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.journal import Journal
@@ -95,6 +96,8 @@ class ReplicaSynchronizer(Generic[V]):
         nonfinite: policy for a rank whose replica is not finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
         weight: weight of this rank in means over ranks; None: all ranks count equally.
         audit_every: exchanges after which ranks compare their centers; 0: never.
+        max_message_norm: largest norm of this rank's messages, or ``"median"``; None: no bound.
+        max_mean_norm: largest norm of the mean by which the center steps; None: no bound.
         timeout_seconds: seconds for which a rank waits for the others in one call; None: no limit.
         center_file: file that holds an asynchronous center and outlives the job.
         run_log: folder of the run log; None: the folder that the environment names, if any; False: no log.
@@ -149,6 +152,8 @@ class ReplicaSynchronizer(Generic[V]):
         nonfinite: str = RAISE,
         weight: WeightLike = None,
         audit_every: int = 0,
+        max_message_norm: float | str | None = None,
+        max_mean_norm: float | None = None,
         timeout_seconds: float | None = None,
         center_file: PathLike | None = None,
         run_log: PathLike | bool | None = None,
@@ -157,13 +162,15 @@ class ReplicaSynchronizer(Generic[V]):
         wire, overlaps = as_wire(compression), as_overlap(overlap) != 0
         require_int(fragments, "`fragments`", minimum=1)
         require_int(audit_every, "`audit_every`", minimum=0)
-        counts = Weight(weight)
+        counts, bounds = Weight(weight), as_norm_bounds(max_message_norm, max_mean_norm)
         if asynchronous:
             _refuse(overlaps, "overlap", overlap, "no rank waits for another")
             _refuse(fragments > 1, "fragments", fragments, "no rank waits for another")
             _refuse(wire.lossy, "compression", compression, "ranks read and write the center itself")
             _refuse(audit_every > 0, "audit_every", audit_every, "there is one center")
             _refuse(weight is not None, "weight", weight, "no mean is taken")
+            _refuse(max_message_norm is not None, "max_message_norm", max_message_norm, "no bounds are kept")
+            _refuse(max_mean_norm is not None, "max_mean_norm", max_mean_norm, "no mean is taken")
         exchanger = self.exchangers.asynchronous if asynchronous else self.exchangers.synchronous
         exchanger = self.exchangers.overlapped if overlaps else exchanger
         whole_tensors = outer is not None and not self.cuts_tensors
@@ -179,6 +186,11 @@ class ReplicaSynchronizer(Generic[V]):
             raise ValueError(
                 "`weight` is for algorithms that take the mean over ranks: averaging, DiLoCo, SlowMo, BMUF, and AGN "
                 f"with op='average'. Received: {self.algorithm!r}"
+            )
+        if max_mean_norm is not None and self.algorithm.share_of_mean(Exchange(communicator.size, 1)) is None:
+            raise ValueError(
+                "`max_mean_norm` is for algorithms whose center takes an outer step: averaging, DiLoCo, SlowMo, BMUF "
+                f"and AGN; `max_message_norm` is for all. Received: {self.algorithm!r}"
             )
         self.membership = Membership(communicator, root, communicator.unique_name() if name is None else name)
         state = state_exchange(self.policy, local_optimizer, replica, self.membership)
@@ -212,6 +224,7 @@ class ReplicaSynchronizer(Generic[V]):
             local_optimizer=reset,
             nonfinite=nonfinite,
             audit_every=audit_every,
+            bounds=bounds,
             center_file=_as_center_file(center_file, bool(asynchronous)),
             journal=self.journal,
         )

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from hvd_periodic.arguments import described
 from hvd_periodic.centers import Placement, Replicated
+from hvd_periodic.centers.in_flight import InFlightExchange
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.agreement import ADVICE
 from hvd_periodic.comm.handshake import Purpose, Record, integers
@@ -50,7 +51,7 @@ class Synchronous(Exchanger[V]):
                 f"`compression` is for sums over ranks, and {type(exchanged.algorithm).__name__} takes another "
                 f"reduction. Received: compression={context.wire!r}"
             )
-        groups = exchanged.groups(tensors, placements, membership, self.overlapped, context.wire)
+        groups = exchanged.groups(tensors, placements, membership, self.overlapped, context.wire, context.bounds)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.piggyback = PiggybackedMessages(self.tensor_groups, exchanged.replica, membership)
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
@@ -80,6 +81,8 @@ class Synchronous(Exchanger[V]):
             "nonfinite": context.nonfinite,
             "weight": "not given" if context.handshake.weight.given is None else "given",
             "audit_every": context.audit_every,
+            "max_message_norm": context.bounds and context.bounds.message,
+            "max_mean_norm": context.bounds and context.bounds.mean,
         }
 
     def tell_failure(self, error: Exception) -> None:
@@ -189,7 +192,12 @@ class Synchronous(Exchanger[V]):
 
     def _send(self, turn: FragmentExchange, step: int, training: bool) -> int:
         """Exchange a fragment of the parameters at a step; return the bytes handed to collectives."""
-        return self.tensor_groups.parameters.exchange(turn.exchange, turn.fragment)
+        group = self.tensor_groups.parameters
+        if not group.limits_mean:
+            return group.exchange(turn.exchange, turn.fragment)
+        at_once = InFlightExchange(group, turn.exchange, turn.fragment).begin()
+        at_once.apply_to_replica(stepped=False)
+        return at_once.sent
 
     def leave(self) -> None:
         """Take part in the exchanges of the others until all are done."""

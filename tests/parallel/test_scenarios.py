@@ -95,6 +95,20 @@ def test_complex_numbers_worked_out_by_hand(ranks: list[dict[str, Any]]) -> None
             assert reports == [[[[-0.5, 0.75]] * 2, [[-1.125, 1.6875]] * 2, [[-1.78125, 2.671875]] * 2]] * 2, center
 
 
+BOUNDED = {
+    "message": [(0.798, 1.064), (1.9362, 2.5816)],
+    "mean": [(0.399, 0.532), (0.9681, 1.2908)],
+    "median": [(1.596, 2.128), (3.8724, 5.1632)],
+}
+
+
+def test_bounded_norms_worked_out_by_hand(ranks: list[dict[str, Any]]) -> None:
+    for name, centers in BOUNDED.items() if len(ranks) == 2 else ():
+        for center in PLACEMENTS:
+            for seen in column(ranks, "bounded_norms", f"{name} {center}"):
+                assert np.array(seen) == pytest.approx(np.array(centers)), f"{name} {center}"
+
+
 def test_agreement_with_the_oracle(ranks: list[dict[str, Any]]) -> None:
     expected = oracle.parallel_results(len(ranks))
     assert expected.keys() == column(ranks, "quadratics")[0].keys()

@@ -58,6 +58,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "`fragments`": {"fragments": 2},
     "`weight`": {"weight": 2.0, "algorithm": AGN(op="average")},
     "`audit_every`": {"audit_every": 3},
+    "`max_message_norm`": {"max_message_norm": "median"},
+    "`max_mean_norm`": {"max_mean_norm": 1.0, "algorithm": AGN(op="average")},
     "`timeout_seconds`": {"timeout_seconds": 60.0},
     '`nonfinite="skip"`': {"nonfinite": "skip"},
     '`optimizer_state` other than `"local"`': {"optimizer_state": "reset"},
