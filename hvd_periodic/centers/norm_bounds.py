@@ -6,16 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.arguments import require_real
+from hvd_periodic.centers.base import Placement
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket
-
-if TYPE_CHECKING:
-    from hvd_periodic.centers.tensor_group import Pending, TensorGroup
 
 V = TypeVar("V")
 
@@ -58,6 +56,19 @@ def as_norm_bounds(message: float | str | None, mean: float | None) -> NormBound
     return None if message is None and mean is None else NormBounds(message, mean)
 
 
+class Sender(Protocol):
+    """The group of tensors whose messages are cut, as far as that goes."""
+
+    algorithm: Algorithm
+    placement: Placement
+
+    def preview(self, bucket: Bucket, exchange: Exchange) -> Any:
+        """Return the message of a bucket."""
+
+    def holds_part_of(self, bucket: Bucket) -> bool:
+        """Return whether this rank holds any element of a bucket of the center."""
+
+
 class NormLimiter(Generic[V]):
     """Cuts the messages of a group of tensors, and their mean, to bounds; norms are over all that is exchanged at once.
 
@@ -71,7 +82,7 @@ class NormLimiter(Generic[V]):
         membership: the ranks.
     """
 
-    def __init__(self, bounds: NormBounds, group: TensorGroup[V], replica: Replica[V], membership: Membership) -> None:
+    def __init__(self, bounds: NormBounds, group: Sender, replica: Replica[V], membership: Membership) -> None:
         self.bounds, self._group, self._space, self._membership = bounds, group, replica.space, membership
         self._squares: dict[str, float] = {}
 
@@ -96,27 +107,24 @@ class NormLimiter(Generic[V]):
         found = self._membership.communicator.allgather_object(own, f"{self._membership.name}.norms")
         return float(median(each for each in found if each is not None))
 
-    def limit_mean(self, pending: Sequence[Pending[V]], exchange: Exchange) -> None:
-        """Wait for the totals of all buckets, and cut the mean that they are to its bound.
+    def limit_mean(self, totals: Sequence[tuple[Bucket, V]], exchange: Exchange) -> list[V]:
+        """Return the totals of all buckets, of which this rank has its parts, with the mean that they are cut.
 
-        If each rank holds a part of the center, the squares of the parts are added over ranks.
+        Collective, unless the center is everywhere: the squares of the parts are added over ranks.
         """
-        group, share = self._group, self._group.algorithm.share_of_mean(exchange)
-        if self.bounds.mean is None or share is None:
-            return
-        totals = [(each, each.wait()) for each in pending]
-        squares = sum(self._space.square(total) for each, total in totals if group.holds_part_of(each.bucket))
+        group, share, limit = self._group, self._group.algorithm.share_of_mean(exchange), self.bounds.mean
+        if limit is None or share is None:
+            return [total for _, total in totals]
+        squares = sum(self._space.square(total) for bucket, total in totals if group.holds_part_of(bucket))
         if not group.placement.everywhere:
             name = f"{self._membership.name}.squares"
             squares = math.fsum(self._membership.communicator.allgather_object(squares, name))
         norm = share * math.sqrt(squares)
         self._note("mean_norm", norm)
-        for each, total in totals:
-            cut = self._space.scale(self.bounds.mean / norm, total) if norm > self.bounds.mean else total
-            each.wait = lambda cut=cut: cut  # type: ignore[misc]
+        return [self._space.scale(limit / norm, total) if norm > limit else total for _, total in totals]
 
     def _note(self, name: str, norm: float) -> None:
-        self._squares[name] = self._squares.get(name, 0.0) + norm**2
+        self._squares[name] = self._squares.get(name, 0.0) + norm * norm
 
     def reported(self) -> dict[str, float]:
         """Return the norms since the last call, by name: of several fragments, of all that they exchanged."""
