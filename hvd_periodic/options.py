@@ -16,8 +16,9 @@ P = ParamSpec("P")
 
 PathLike = str | os.PathLike[str]
 
-WeightLike = float | Callable[[], float] | None
-"""How much a rank counts in means: a number, a function called at every exchange, or None: all ranks count equally."""
+WeightLike = float | str | Callable[[], float] | None
+"""How much a rank counts in means: a number; a function called at every exchange; its work since the last one, in
+``"steps"`` or ``"examples"``; or None: all ranks count equally."""
 
 
 class ExchangeOptions(TypedDict, total=False):
@@ -49,7 +50,9 @@ class ExchangeOptions(TypedDict, total=False):
             and NaN and infinity reach all ranks and the center. Infinities in statistics that the center has as well,
             such as in a mask, are valid.
         weight: how much this rank counts in the mean over ranks, such as the number of its examples: a number of at
-            least 0; a function that is called once per exchange and returns a number; None: all ranks count equally.
+            least 0; a function that is called once per exchange and returns a number; ``"steps"``, the local updates
+            that ran since this rank last took part in an exchange; ``"examples"``, the sum of what ``step(...,
+            examples=...)`` was given since then, in any unit, such as tokens; None: all ranks count equally.
             Σ_i w_i x_i / Σ_i w_i replaces the mean, also for statistics and optimizer state. The steps of a rank of
             weight 0 do not count; a rank that is in ``finalize()`` and has taken no step since the last exchange does
             not count either. For averaging and outer optimizers. Synchronous training only.

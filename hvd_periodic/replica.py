@@ -35,6 +35,7 @@ class Replica(Protocol, Generic[V]):
         reuses_memory: messages of one exchange are formed in the memory of those before, see :meth:`scratch`.
         complex_names: exchanged parameters whose elements are complex; stores hold them as reals of shape (…, 2).
         keeps_own: whether some parameters are not exchanged, so that every rank has its own.
+        reports_work: the user can report the examples of each local update.
         may_be_left_out: an exchange may exclude this rank; false if other ranks hold parts of the same replica.
         framework: name and version of the framework, for display.
         uncounted: the error if the local optimizer has taken a step that was not counted; None if no such step is
@@ -58,6 +59,7 @@ class Replica(Protocol, Generic[V]):
     reuses_memory: bool = True
     complex_names: Sequence[str] = ()
     keeps_own: bool = False
+    reports_work: bool = False
     may_be_left_out: bool = True
     framework: str = ""
     uncounted: str | None = None

@@ -91,15 +91,16 @@ class PeriodicOptimizer:
         self._replica: Any = self.synchronizer.replica
         self.synchronizer.start()
 
-    def step(self, gradients: Mapping[str, Array] | Sequence[Array | None]) -> None:
+    def step(self, gradients: Mapping[str, Array] | Sequence[Array | None], examples: float | None = None) -> None:
         """Take one local step, and exchange if one is due.
 
         Args:
             gradients: one per parameter, in order or by name; None, or a missing name, for no gradient.
+            examples: number of examples of the gradients, for ``weight="examples"``.
 
         Raises:
             TypeError: a gradient is not a floating-point array, or a complex one for a complex parameter.
-            ValueError: a gradient has no parameter, or another shape.
+            ValueError: a gradient has no parameter, or another shape; or ``examples`` is negative or not finite.
             RuntimeError: called inside ``center()``; or as an exchange raises.
         """
         replica = self._replica
@@ -123,7 +124,7 @@ class PeriodicOptimizer:
         replica.gradients = list(gradients)
         self.synchronizer.prepare_gradients()
         self.inner.step(replica.arrays, replica.gradients)
-        self.synchronizer.step()
+        self.synchronizer.step(examples=examples)
 
     def skip(self) -> None:
         """Count an iteration without an update; every rank that has nothing to step with must call this."""

@@ -77,6 +77,7 @@ class NumpyReplica(HostReplica):
         gradients: their gradients.
     """
 
+    reports_work = True
     framework = f"numpy {np.__version__}"
     how_to_exclude = "Leave them out of the arrays that the optimizer is given"
 

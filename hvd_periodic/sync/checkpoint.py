@@ -194,7 +194,10 @@ class Checkpoint(Generic[V]):
         self.run = state.get("run", "")
         progress.get_ready()
         progress.counters = Counters(**state["counters"])
-        progress.notes = ScheduleState(**state.get("notes", {}))  # Version 0.1 has none.
+        counters = progress.counters
+        # Version 0.1 has no notes, and none before weights by work has the updates until the last exchange.
+        before = {"updates": max(counters.last_exchange - counters.skipped_updates, 0)}
+        progress.notes = ScheduleState(**before | state.get("notes", {}))
 
     def _vectors(self) -> Iterator[tuple[str, SavedVectors[V]]]:
         """Yield the name of every tensor group with the object that saves its vectors."""

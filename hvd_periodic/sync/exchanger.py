@@ -155,9 +155,23 @@ class Exchanger(ABC, Generic[V]):
         Raises:
             ValueError: the loss is NaN or infinite: this rank cannot continue.
         """
+        self._note(self.context.progress.report, loss, ValueError)
+
+    def report_examples(self, examples: Any) -> None:
+        """Note the examples of a local update; tell the other ranks if they are no number of at least 0.
+
+        Raises:
+            TypeError, ValueError: this rank cannot continue.
+        """
+        self._note(self.context.progress.report_examples, examples, (TypeError, ValueError))
+
+    def _note(
+        self, note: Callable[[Any], None], value: Any, fatal: type[Exception] | tuple[type[Exception], ...]
+    ) -> None:
+        """Note a value of this rank; tell the other ranks if that raises an error that is fatal."""
         try:
-            self.context.progress.report(loss)
-        except ValueError as error:
+            note(value)
+        except fatal as error:
             self.context.handshake.fatal_error = str(error)
             self.tell_failure(error)
             raise

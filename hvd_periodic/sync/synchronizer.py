@@ -94,7 +94,8 @@ class ReplicaSynchronizer(Generic[V]):
         compression: encoding of the messages of the parameters.
         fragments: number of parts of the parameters that are exchanged one after another within a period.
         nonfinite: policy for a rank whose replica is not finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
-        weight: weight of this rank in means over ranks; None: all ranks count equally.
+        weight: weight of this rank in means over ranks: a number, a function, or its work, ``"steps"`` or
+            ``"examples"``; None: all ranks count equally.
         audit_every: exchanges after which ranks compare their centers; 0: never.
         max_message_norm: largest norm of this rank's messages, or ``"median"``; None: no bound.
         max_mean_norm: largest norm of the mean by which the center steps; None: no bound.
@@ -186,6 +187,15 @@ class ReplicaSynchronizer(Generic[V]):
             raise ValueError(
                 "`weight` is for algorithms that take the mean over ranks: averaging, DiLoCo, SlowMo, BMUF, and AGN "
                 f"with op='average'. Received: {self.algorithm!r}"
+            )
+        if counts.by_work and not replica.reports_work:
+            raise ValueError(
+                f"`weight={weight!r}` is for PyTorch and numpy: pass a number or a function that returns one"
+            )
+        if counts.by_work and fragments > 1:
+            raise ValueError(
+                f"`weight={weight!r}` counts the work between exchanges of all parameters: pass fragments=1. Received: "
+                f"fragments={fragments}"
             )
         if max_mean_norm is not None and self.algorithm.share_of_mean(Exchange(communicator.size, 1)) is None:
             raise ValueError(
@@ -332,22 +342,28 @@ class ReplicaSynchronizer(Generic[V]):
             self.replica.discard_gradients()
         self.gradients.prepare()
 
-    def step(self, updated: bool = True) -> bool:
+    def step(self, updated: bool = True, examples: Any = None) -> bool:
         """Count one iteration, and exchange if an exchange is due; to be called after every iteration, on all ranks.
 
         Args:
             updated: whether the local update ran; iterations without it count as well, so that ranks agree.
+            examples: the number of examples of the update, or tokens, for ``weight="examples"``; ignored without
+                update.
 
         Returns:
             Whether an exchange took place.
 
         Raises:
+            TypeError, ValueError: ``examples`` is not a number of at least 0; the other ranks raise an error at their
+                next exchange.
             RuntimeError: called inside ``center()``; after an update whose gradients the algorithm needed but was not
                 shown; or as :meth:`sync`.
         """
         self.center_reader.require_outside_center_block("step")
         self.gradients.check(updated)
         self.begin(CallPoint.AFTER_UPDATE if updated else CallPoint.BEFORE_UPDATE)
+        if examples is not None and updated:
+            self.exchanger.report_examples(examples)
         due = self.progress.count(updated)
         if self.local_steps == self.warmup.until:
             self.restart_center()

@@ -15,6 +15,7 @@ from hvd_periodic.comm.handshake import Purpose, Record, integers
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, reset_to_center
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.fragment_plan import DueFragments, FragmentExchange, FragmentPlan, SinceLastSync
+from hvd_periodic.sync.handshake import Weight
 from hvd_periodic.sync.piggyback import PiggybackedMessages
 from hvd_periodic.sync.reporting import report_exchange, with_distance
 from hvd_periodic.sync.status import GlobalStatus, LocalStatus, ScheduleState
@@ -79,7 +80,7 @@ class Synchronous(Exchanger[V]):
             "compression": described(context.wire),
             "fragments": len(context.fragments),
             "nonfinite": context.nonfinite,
-            "weight": "not given" if context.handshake.weight.given is None else "given",
+            "weight": _in_words(context.handshake.weight),
             "audit_every": context.audit_every,
             "max_message_norm": context.bounds and context.bounds.message,
             "max_mean_norm": context.bounds and context.bounds.mean,
@@ -117,7 +118,8 @@ class Synchronous(Exchanger[V]):
                 sent = _BYTES_OF_RECORD + self._exchange_tensors(agreed, due, own)
 
             next_exchange = agreed.step + plan.next_exchange - agreed.clock.step
-            notes = replace(ScheduleState() if due.completes else own.notes, memory=plan.memory, since=due.since)
+            fresh = ScheduleState(updates=own.counters.local_steps - own.counters.skipped_updates)
+            notes = replace(fresh if due.completes else own.notes, memory=plan.memory, since=due.since)
             exchanged, excluded = bool(due.turns), own.excluded is not None
             progress.advance(agreed.step, next_exchange, notes, started, exchanged, excluded, sent)
             context.handshake.notify_followers()
@@ -287,3 +289,8 @@ class Synchronous(Exchanger[V]):
                 replica.load(held, takeover.state["vectors"][group.name][key])
             for bucket in layout.buckets:
                 group.set_shard(key, bucket, takeover.send(held.read(bucket, out=replica.scratch(bucket, 0))))
+
+
+def _in_words(weight: Weight) -> str:
+    """Return what ranks have to agree on about their weights."""
+    return str(weight.given) if weight.by_work else "not given" if weight.given is None else "given"

@@ -44,6 +44,7 @@ class TorchReplica(Replica[torch.Tensor]):
         ValueError: no or unnamed parameters; parameters without memory.
     """
 
+    reports_work = True
     framework = f"PyTorch {torch.__version__}"
     how_to_exclude = (
         "Set requires_grad = False on them before the optimizer is made; or register them as buffers and choose a "

@@ -57,6 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "`compression`": {"compression": Compression.int8},
     "`fragments`": {"fragments": 2},
     "`weight`": {"weight": 2.0, "algorithm": AGN(op="average")},
+    '`weight="steps"`, `weight="examples"`': {"weight": "examples", "algorithm": AGN(op="average")},
     "`audit_every`": {"audit_every": 3},
     "`max_message_norm`": {"max_message_norm": "median"},
     "`max_mean_norm`": {"max_mean_norm": 1.0, "algorithm": AGN(op="average")},
