@@ -104,6 +104,9 @@ def expected(algorithm: str, bound: float | str | None, of_mean: float | None, w
                     c = c - RATE * mean
                 elif algorithm == "average":
                     c = c + mean
+                elif algorithm == "slowmo":
+                    m = 0.5 * m - mean / RATE
+                    c = c - RATE * m
                 else:
                     m = 0.9 * m - mean
                     c = c - 0.7 * (-mean + 0.9 * m)
@@ -115,7 +118,7 @@ def expected(algorithm: str, bound: float | str | None, of_mean: float | None, w
 
 @pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
 @pytest.mark.parametrize(("bound", "of_mean"), [(0.5, None), ("median", None), (None, 0.25), (0.75, 0.25)])
-@pytest.mark.parametrize("algorithm", ["easgd", "average", "diloco", "agn", "agn, average"])
+@pytest.mark.parametrize("algorithm", ["easgd", "average", "diloco", "slowmo", "agn", "agn, average"])
 def test_agreement_with_whole_vectors(algorithm: str, bound: Any, of_mean: Any, center: str) -> None:
     options = {"max_message_norm": bound, "max_mean_norm": None if algorithm == "easgd" else of_mean}
     found = run_ranks(RANKS, lambda c: trained(c, algorithm, center=center, **options))
@@ -229,6 +232,19 @@ def test_training_resumes_to_the_bit_while_an_exchange_is_in_flight() -> None:
 
     for wanted, found in run_ranks(2, work):
         assert found == wanted
+
+
+def test_the_median_is_of_the_ranks_that_count() -> None:
+    """Moves of 4 and 2, and of a third rank that is not finite: the median is 3, and the mean of 3 and 2 is 2.5."""
+
+    def work(communicator: Communicator) -> float:
+        x, move = np.zeros(1), [4.0, 2.0, math.nan][communicator.rank]
+        options: dict[str, Any] = {"process_set": communicator, "nonfinite": "skip", "max_message_norm": "median"}
+        optimizer = PeriodicOptimizer(SGD(1.0), {"x": x}, Averaging(), 1, **options)
+        optimizer.step([np.array([-move])])
+        return float(x[0])
+
+    assert run_ranks(3, work) == [2.5] * 3
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
