@@ -33,7 +33,9 @@ class Replica(Protocol, Generic[V]):
         constants: tensors that the root broadcasts at the start and no exchange touches; None if there are none.
         in_host_memory: vectors are in host memory and can be used there at once.
         reuses_memory: messages of one exchange are formed in the memory of those before, see :meth:`scratch`.
+        complex_names: exchanged parameters whose elements are complex; stores hold them as reals of shape (…, 2).
         keeps_own: whether some parameters are not exchanged, so that every rank has its own.
+        reports_work: the user can report the examples of each local update.
         may_be_left_out: an exchange may exclude this rank; false if other ranks hold parts of the same replica.
         framework: name and version of the framework, for display.
         uncounted: the error if the local optimizer has taken a step that was not counted; None if no such step is
@@ -55,7 +57,9 @@ class Replica(Protocol, Generic[V]):
     constants: Store[V] | None = None
     in_host_memory: bool = False
     reuses_memory: bool = True
+    complex_names: Sequence[str] = ()
     keeps_own: bool = False
+    reports_work: bool = False
     may_be_left_out: bool = True
     framework: str = ""
     uncounted: str | None = None

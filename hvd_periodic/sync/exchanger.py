@@ -12,6 +12,7 @@ from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.arguments import described
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers.base import Placement
+from hvd_periodic.centers.norm_bounds import NormBounds
 from hvd_periodic.comm.agreement import agree, build_on_all
 from hvd_periodic.comm.handshake import Record
 from hvd_periodic.comm.membership import Membership
@@ -53,6 +54,7 @@ class ExchangeContext(Generic[V]):
         nonfinite: policy for a rank whose replica is not finite.
         audit_every: number of exchanges between comparisons of the ranks' centers; 0: never.
         differences: compares the weights that no exchange touches.
+        bounds: bounds on norms; None if there are none.
         center_file: file that holds an asynchronous center; None: no file.
         journal: records exchanges.
     """
@@ -71,6 +73,7 @@ class ExchangeContext(Generic[V]):
     nonfinite: str
     audit_every: int
     differences: Differences[V]
+    bounds: NormBounds | None
     center_file: Path | None
     journal: Journal
 
@@ -155,9 +158,23 @@ class Exchanger(ABC, Generic[V]):
         Raises:
             ValueError: the loss is NaN or infinite: this rank cannot continue.
         """
+        self._note(self.context.progress.report, loss, ValueError)
+
+    def report_examples(self, examples: Any) -> None:
+        """Note the examples of a local update; tell the other ranks if they are no number of at least 0.
+
+        Raises:
+            TypeError, ValueError: this rank cannot continue.
+        """
+        self._note(self.context.progress.report_examples, examples, (TypeError, ValueError))
+
+    def _note(
+        self, note: Callable[[Any], None], value: Any, fatal: type[Exception] | tuple[type[Exception], ...]
+    ) -> None:
+        """Note a value of this rank; tell the other ranks if that raises an error that is fatal."""
         try:
-            self.context.progress.report(loss)
-        except ValueError as error:
+            note(value)
+        except fatal as error:
             self.context.handshake.fatal_error = str(error)
             self.tell_failure(error)
             raise

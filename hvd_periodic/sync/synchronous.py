@@ -8,12 +8,14 @@ from typing import Any, ClassVar, TypeVar
 
 from hvd_periodic.arguments import described
 from hvd_periodic.centers import Placement, Replicated
+from hvd_periodic.centers.in_flight import InFlightExchange
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.agreement import ADVICE
 from hvd_periodic.comm.handshake import Purpose, Record, integers
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, reset_to_center
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.fragment_plan import DueFragments, FragmentExchange, FragmentPlan, SinceLastSync
+from hvd_periodic.sync.handshake import Weight
 from hvd_periodic.sync.piggyback import PiggybackedMessages
 from hvd_periodic.sync.reporting import report_exchange, with_distance
 from hvd_periodic.sync.status import GlobalStatus, LocalStatus, ScheduleState
@@ -50,7 +52,7 @@ class Synchronous(Exchanger[V]):
                 f"`compression` is for sums over ranks, and {type(exchanged.algorithm).__name__} takes another "
                 f"reduction. Received: compression={context.wire!r}"
             )
-        groups = exchanged.groups(tensors, placements, membership, self.overlapped, context.wire)
+        groups = exchanged.groups(tensors, placements, membership, self.overlapped, context.wire, context.bounds)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.piggyback = PiggybackedMessages(self.tensor_groups, exchanged.replica, membership)
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
@@ -78,8 +80,10 @@ class Synchronous(Exchanger[V]):
             "compression": described(context.wire),
             "fragments": len(context.fragments),
             "nonfinite": context.nonfinite,
-            "weight": "not given" if context.handshake.weight.given is None else "given",
+            "weight": _in_words(context.handshake.weight),
             "audit_every": context.audit_every,
+            "max_message_norm": context.bounds and context.bounds.message,
+            "max_mean_norm": context.bounds and context.bounds.mean,
         }
 
     def tell_failure(self, error: Exception) -> None:
@@ -114,7 +118,8 @@ class Synchronous(Exchanger[V]):
                 sent = _BYTES_OF_RECORD + self._exchange_tensors(agreed, due, own)
 
             next_exchange = agreed.step + plan.next_exchange - agreed.clock.step
-            notes = replace(ScheduleState() if due.completes else own.notes, memory=plan.memory, since=due.since)
+            fresh = ScheduleState(updates=own.counters.local_steps - own.counters.skipped_updates)
+            notes = replace(fresh if due.completes else own.notes, memory=plan.memory, since=due.since)
             exchanged, excluded = bool(due.turns), own.excluded is not None
             progress.advance(agreed.step, next_exchange, notes, started, exchanged, excluded, sent)
             context.handshake.notify_followers()
@@ -190,7 +195,12 @@ class Synchronous(Exchanger[V]):
 
     def _send(self, turn: FragmentExchange, step: int, training: bool) -> int:
         """Exchange a fragment of the parameters at a step; return the bytes handed to collectives."""
-        return self.tensor_groups.parameters.exchange(turn.exchange, turn.fragment)
+        group = self.tensor_groups.parameters
+        if not group.limits_mean:
+            return group.exchange(turn.exchange, turn.fragment)
+        at_once = InFlightExchange(group, turn.exchange, turn.fragment).begin()
+        at_once.apply_to_replica(stepped=False)
+        return at_once.sent
 
     def leave(self) -> None:
         """Take part in the exchanges of the others until all are done."""
@@ -280,3 +290,8 @@ class Synchronous(Exchanger[V]):
                 replica.load(held, takeover.state["vectors"][group.name][key])
             for bucket in layout.buckets:
                 group.set_shard(key, bucket, takeover.send(held.read(bucket, out=replica.scratch(bucket, 0))))
+
+
+def _in_words(weight: Weight) -> str:
+    """Return what ranks have to agree on about their weights."""
+    return str(weight.given) if weight.by_work else "not given" if weight.given is None else "given"
