@@ -33,6 +33,7 @@ class Replica(Protocol, Generic[V]):
         constants: tensors that the root broadcasts at the start and no exchange touches; None if there are none.
         in_host_memory: vectors are in host memory and can be used there at once.
         reuses_memory: messages of one exchange are formed in the memory of those before, see :meth:`scratch`.
+        present: names of the parameters, among ``parameters``, to which only ranks with gradients of them contribute.
         keeps_own: whether some parameters are not exchanged, so that every rank has its own.
         may_be_left_out: an exchange may exclude this rank; false if other ranks hold parts of the same replica.
         framework: name and version of the framework, for display.
@@ -55,6 +56,7 @@ class Replica(Protocol, Generic[V]):
     constants: Store[V] | None = None
     in_host_memory: bool = False
     reuses_memory: bool = True
+    present: Sequence[str] = ()
     keeps_own: bool = False
     may_be_left_out: bool = True
     framework: str = ""

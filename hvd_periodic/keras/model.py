@@ -17,6 +17,7 @@ from hvd_periodic.buffers import (
     LOCAL,
     MAXIMUM,
     POLICIES,
+    PRESENT,
     Policies,
     is_statistic,
     participation_of,
@@ -144,6 +145,11 @@ def named_variables(
             formerly.append(policy == AVERAGE)
     named = [(_unique(variable, names), native(variable)) for variable in trained]
     participation = participation_of(parameters, [(name, v) for (name, _), v in zip(named, trained, strict=True)])
+    if PRESENT in participation.values():
+        raise ValueError(
+            "`parameters` cannot be 'present' in Keras, where a compiled step does not tell which gradients it had: "
+            "use 'average', 'local' or 'broadcast'"
+        )
     positions = [i for i, (name, _) in enumerate(named) if participation[name] == AVERAGE]
     return NamedVariables(
         [named[i] for i in positions],

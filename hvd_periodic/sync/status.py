@@ -20,12 +20,15 @@ class ScheduleState:
         losses: their number.
         memory: values that the schedule has asked to keep.
         since: for every fragment, steps and gradients since its last exchange; empty if all are zero.
+        seen: for every fragment, the ``"present"`` parameters that had a gradient since its last exchange, by name;
+            empty if none had.
     """
 
     loss_sum: float = 0.0
     losses: int = 0
     memory: Mapping[str, float] = field(default_factory=dict)
     since: Sequence[Sequence[int]] = ()
+    seen: Sequence[Sequence[str]] = ()
 
     @property
     def loss(self) -> float | None:

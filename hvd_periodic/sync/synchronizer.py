@@ -164,6 +164,7 @@ class ReplicaSynchronizer(Generic[V]):
             _refuse(wire.lossy, "compression", compression, "ranks read and write the center itself")
             _refuse(audit_every > 0, "audit_every", audit_every, "there is one center")
             _refuse(weight is not None, "weight", weight, "no mean is taken")
+            _refuse(bool(replica.present), "parameters", "'present'", "nobody knows who else is present")
         exchanger = self.exchangers.asynchronous if asynchronous else self.exchangers.synchronous
         exchanger = self.exchangers.overlapped if overlaps else exchanger
         whole_tensors = outer is not None and not self.cuts_tensors
@@ -185,10 +186,21 @@ class ReplicaSynchronizer(Generic[V]):
         self.progress = self.new_progress(schedule)
         self.planner = Planner(schedule, self.membership)
         self.warmup = SynchronousWarmup(self.planner, self.progress)
-        if self.warmup.until is not None and (replica.keeps_own or replica.parameters_from_root is not None):
+        special = replica.keeps_own or replica.parameters_from_root is not None or replica.present
+        if self.warmup.until is not None and special:
             raise ValueError(
-                "`parameters` cannot be 'local' or 'broadcast' as long as gradients are averaged over the ranks that "
-                f"exchange, as in {schedule!r}: leave out PostLocal, or `parameters`"
+                "`parameters` cannot be 'local', 'broadcast' or 'present' as long as gradients are averaged over the "
+                f"ranks that exchange, as in {schedule!r}: leave out PostLocal, or `parameters`"
+            )
+        if replica.present and self.policy.touches:
+            raise ValueError(
+                "`parameters` can be 'present' only if local optimizers keep their state: leave out `optimizer_state`. "
+                f"Received: optimizer_state={self.policy}"
+            )
+        if replica.present and self.algorithm.reduction != "sum":
+            raise ValueError(
+                "`parameters` can be 'present' only if messages are summed, and "
+                f"{type(self.algorithm).__name__} takes another reduction: {self.algorithm.reduction!r}"
             )
         follower = self.exchanged.hyperparameters
         self.handshake = Handshake(self.membership, self.progress, self.planner, follower, state, counts)
