@@ -21,6 +21,7 @@ from hvd_periodic import (
     PostLocal,
     SlowMo,
 )
+from hvd_periodic.comm.subset import Subset
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import Array, errors, readable, run_ranks
 from tests.presence_oracle import MOMENTUM, RATE, Element, slope, trajectory, uses
@@ -510,3 +511,18 @@ def test_a_step_whose_gradients_nobody_has_seen() -> None:
     optimizer = PeriodicOptimizer(SGD(1.0), {"x": np.zeros(1)}, Averaging(), 2, parameters="present")
     with pytest.raises(RuntimeError, match="A parameter that is 'present' needs every local gradient"):
         optimizer.synchronizer.step()
+
+
+def test_groups() -> None:
+    """Each has its own ranks that are present."""
+
+    def work(communicator: Communicator) -> list[float]:
+        rank = communicator.rank
+        group = Subset(communicator, lambda: [0, 1] if rank < 2 else [2, 3, 4])
+        model = {"x": np.zeros(1)}
+        options: dict[str, Any] = {"process_set": group, "parameters": "present"}
+        optimizer = PeriodicOptimizer(SGD(1.0), model, Averaging(), 1, **options)
+        optimizer.step([-np.full(1, 1.0 + rank) if rank in (1, 2, 4) else None])
+        return model["x"].tolist()
+
+    assert run_ranks(5, work) == [[2.0], [2.0], [4.0], [4.0], [4.0]]

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
+from hvd_periodic.comm.subset import Subset  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator, run  # noqa: E402
 from tests.presence_oracle import MOMENTUM, RATE, Element, trajectory, uses  # noqa: E402
 
@@ -99,3 +100,90 @@ def test_oracle(algorithm: str, way: str) -> None:
         for step, (values, of_oracle) in enumerate(zip(found, right, strict=True)):
             for name in START:
                 assert values[name] == pytest.approx(of_oracle[name], rel=1e-9), (name, step)
+
+
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_a_checkpoint_in_the_middle_of_a_period(tmp_path: Path, center: str) -> None:
+    """On the same ranks it resumes to the bit; on others all start from the center, and nobody is present yet."""
+    begun = 3
+
+    def save(communicator: ThreadCommunicator) -> Any:
+        rank, model = communicator.rank, Experts()
+        optimizer = made(model, communicator, "diloco", center=center)
+        for step in range(1, begun + 1):
+            stepped(model, optimizer, rank, step)
+        hvdp.save(tmp_path, model, optimizer)
+        return [stepped(model, optimizer, rank, step) for step in range(begun + 1, STEPS + 1)]
+
+    def resume(communicator: ThreadCommunicator) -> Any:
+        rank, model = communicator.rank, Experts()
+        optimizer = made(model, communicator, "diloco", center=center)
+        hvdp.load(tmp_path, model, optimizer)
+        optimizer.synchronizer.begin()
+        seen = optimizer.synchronizer.progress.notes.seen
+        return seen, [stepped(model, optimizer, rank, step) for step in range(begun + 1, STEPS + 1)]
+
+    saved, resumed = run(RANKS, save), run(RANKS, resume)
+    assert [values for _, values in resumed] == saved
+    assert [list(seen) for seen, _ in resumed] == [[["experts.0"]], [], []]
+    if center != "sharded":
+        assert [list(seen) for seen, _ in run(2, resume)] == [[], []]
+
+
+class Tensors(ThreadCommunicator):
+    """Threads that scatter tensors, as Horovod does."""
+
+    def scatter(self, buffer: Any, counts: Any, name: str) -> Callable[[], Any]:
+        """Return a new tensor."""
+        received, given = super().scatter(buffer, counts, name)()
+        return lambda: (torch.from_numpy(received), given)
+
+    def tile(self, buffer: Any, times: int) -> Any:
+        """Return a new tensor."""
+        return buffer.repeat(times)
+
+
+def test_several_levels() -> None:
+    """Both know who is present: at each step within a pair, every other one among all."""
+
+    def work(communicator: ThreadCommunicator) -> Any:
+        model, rank = Experts(), communicator.rank
+        local = torch.optim.SGD(model.parameters(), RATE)
+        communicator = Tensors(rank, communicator._group)
+        pair = Subset(communicator, lambda: [rank // 2 * 2, rank // 2 * 2 + 1])
+        inner = hvdp.PeriodicOptimizer(local, model, hvdp.Averaging(), 1, process_set=pair, parameters=POLICIES)
+        outer = hvdp.PeriodicOptimizer(
+            inner, model, hvdp.Averaging(), 2, process_set=communicator, parameters=POLICIES
+        )
+        found = []
+        for used in ([[0], [0], [0, 1], []], [[], [0], [], []]):
+            outer.zero_grad()
+            sum((x * (rank + 1)).sum() for x in [model.body, *(model.experts[i] for i in used[rank])]).backward()
+            outer.step()
+            found.append([round(x[0].item(), 9) for x in model.experts])
+        return found
+
+    one, two, three, four = run(4, work)
+    assert one == two
+    assert three == four
+    # Step 1: the first pair moves expert 0 by −(.1 + .2)/2, the second by −.3, and expert 1 by −.3.
+    assert (one[0], three[0]) == ([0.85, -1.0], [0.7, -1.3])
+    # Step 2: rank 1 moves expert 0 by another −.2; then ranks 0, 1 and 2 have had gradients of it, and rank 2 of expert 1.
+    assert one[1] == three[1] == pytest.approx([(0.65 + 0.65 + 0.7) / 3, -1.3])
+
+
+def test_mixed_precision_that_skips_an_update() -> None:
+    """A gradient whose update did not run because it was not finite does not count."""
+
+    def work(communicator: ThreadCommunicator) -> list[float]:
+        model, rank = Experts(torch.float32), communicator.rank
+        optimizer = made(model, communicator, "average", period=1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        used = [model.body, model.experts[1]]
+        loss = sum((x * (float("inf") if rank else 1.0)).sum() for x in used)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return model.experts[1].tolist()
+
+    assert run(2, work) == [[pytest.approx(-1.1)]] * 2
