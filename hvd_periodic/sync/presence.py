@@ -72,6 +72,10 @@ class Presence:
             turns.append(FragmentExchange(turn.fragment, replace(turn.exchange, presence=presence)))
         return replace(due, turns=turns)
 
+    def alone(self, seen: Seen) -> dict[str, float | None]:
+        """Return p_i by name, for an asynchronous exchange of this rank."""
+        return {name: float(any(name in part for part in seen)) for name in self._replica.present}
+
     def after(self, seen: Seen, due: DueFragments) -> Seen:
         """Return what has been seen since the last exchange of every fragment, once the due ones are exchanged."""
         exchanged = {turn.fragment.index for turn in due.turns}

@@ -164,7 +164,6 @@ class ReplicaSynchronizer(Generic[V]):
             _refuse(wire.lossy, "compression", compression, "ranks read and write the center itself")
             _refuse(audit_every > 0, "audit_every", audit_every, "there is one center")
             _refuse(weight is not None, "weight", weight, "no mean is taken")
-            _refuse(bool(replica.present), "parameters", "'present'", "nobody knows who else is present")
         exchanger = self.exchangers.asynchronous if asynchronous else self.exchangers.synchronous
         exchanger = self.exchangers.overlapped if overlaps else exchanger
         whole_tensors = outer is not None and not self.cuts_tensors

@@ -23,7 +23,7 @@ from hvd_periodic import (
 )
 from hvd_periodic.comm.subset import Subset
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
-from tests.helpers import Array, errors, readable, run_ranks
+from tests.helpers import Array, errors, read_center, readable, run_ranks
 from tests.presence_oracle import MOMENTUM, RATE, Element, slope, trajectory, uses
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
@@ -479,7 +479,10 @@ def test_nothing_more_is_sent_without_such_parameters() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"asynchronous": True, "algorithm": EASGD(0.25)}, "`parameters` is for synchronous exchange"),
+        (
+            {"asynchronous": True, "algorithm": AGN()},
+            "`parameters` can be 'present' in asynchronous exchange with elastic",
+        ),
         ({"optimizer_state": "average"}, "`parameters` can be 'present' only if local optimizers keep their state"),
         ({"optimizer_state": "reset"}, "`parameters` can be 'present' only if local optimizers keep their state"),
         (
@@ -511,6 +514,30 @@ def test_a_step_whose_gradients_nobody_has_seen() -> None:
     optimizer = PeriodicOptimizer(SGD(1.0), {"x": np.zeros(1)}, Averaging(), 2, parameters="present")
     with pytest.raises(RuntimeError, match="A parameter that is 'present' needs every local gradient"):
         optimizer.synchronizer.step()
+
+
+def test_asynchronous_elastic_averaging_of_one_rank() -> None:
+    """A rank that is absent is pulled, and does not move the center."""
+    model = {"x": np.zeros(2), "y": np.zeros(1)}
+    options: dict[str, Any] = {"asynchronous": True, "parameters": {"x": "present"}}
+    optimizer = PeriodicOptimizer(SGD(1.0), model, EASGD(0.25), 2, **options)
+    seen = []
+    for step in range(6):
+        optimizer.step([-np.ones(2) if step in (1, 4) else None, -np.ones(1)])
+        center = read_center(optimizer, [model["x"]])[0]
+        seen.append([model["x"].tolist(), center.tolist()])
+    # x: 1 at step 2, pulled to .75, c .25; pulled to .625 at step 4, c stays; 1.625 at step 6: pulled to 1.28125.
+    assert seen[1::2] == [[[v] * 2, [c] * 2] for v, c in ((0.75, 0.25), (0.625, 0.25), (1.28125, 0.59375))]
+    assert model["y"].tolist() == elastic_alone(3)
+
+
+def elastic_alone(rounds: int) -> list[float]:
+    """Return what one worker has, whose every round of two steps moves it by 2."""
+    x = c = 0.0
+    for _ in range(rounds):
+        d = x + 2 - c
+        x, c = x + 2 - 0.25 * d, c + 0.25 * d
+    return [x]
 
 
 def test_groups() -> None:

@@ -152,9 +152,7 @@ def test_several_levels() -> None:
         communicator = Tensors(rank, communicator._group)
         pair = Subset(communicator, lambda: [rank // 2 * 2, rank // 2 * 2 + 1])
         inner = hvdp.PeriodicOptimizer(local, model, hvdp.Averaging(), 1, process_set=pair, parameters=POLICIES)
-        outer = hvdp.PeriodicOptimizer(
-            inner, model, hvdp.Averaging(), 2, process_set=communicator, parameters=POLICIES
-        )
+        outer = hvdp.PeriodicOptimizer(inner, model, hvdp.Averaging(), 2, process_set=communicator, parameters=POLICIES)
         found = []
         for used in ([[0], [0], [0, 1], []], [[], [0], [], []]):
             outer.zero_grad()
