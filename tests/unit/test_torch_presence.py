@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,7 +167,7 @@ def test_several_levels() -> None:
     assert three == four
     # Step 1: the first pair moves expert 0 by −(.1 + .2)/2, the second by −.3, and expert 1 by −.3.
     assert (one[0], three[0]) == ([0.85, -1.0], [0.7, -1.3])
-    # Step 2: rank 1 moves expert 0 by another −.2; then ranks 0, 1 and 2 have had gradients of it, and rank 2 of expert 1.
+    # Step 2: rank 1 moves expert 0 by another −.2. Then ranks 0, 1 and 2 have had gradients of it, rank 2 of expert 1.
     assert one[1] == three[1] == pytest.approx([(0.65 + 0.65 + 0.7) / 3, -1.3])
 
 
