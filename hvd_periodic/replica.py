@@ -117,6 +117,10 @@ class Replica(Protocol, Generic[V]):
         """Return which of some parameters, given by index, have a gradient now or have had one."""
         return among
 
+    def with_gradient_now(self, among: Set[int]) -> Set[int]:
+        """Return which of some parameters, given by index, have a gradient in the update to come."""
+        return self.with_gradient(among)
+
     def unexchanged(self) -> Mapping[str, Any]:
         """Return, by name, the weights that no exchange touches although the user has not asked for this."""
         return {}

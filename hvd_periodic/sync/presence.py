@@ -37,13 +37,9 @@ class Presence:
 
     def note(self) -> None:
         """Note the gradients of this iteration."""
-        seen = self._progress.notes.seen or [[]] * self._fragments
-        in_all = set.intersection(*map(set, seen))
-        found = self._replica.with_gradient({i for i, name in self._indices.items() if name not in in_all})
+        found = self._replica.with_gradient_now(self._indices.keys())
         if found:
-            names = [self._indices[i] for i in sorted(found)]
-            more = [[*part, *(name for name in names if name not in part)] for part in seen]
-            self._progress.notes = replace(self._progress.notes, seen=more)
+            self._progress.see([self._indices[i] for i in sorted(found)], self._fragments)
 
     def packed(self, seen: Seen) -> np.ndarray:
         """Return what this rank has seen as bits, in 64-bit integers."""
