@@ -191,10 +191,11 @@ class ReplicaSynchronizer(Generic[V]):
                 "`parameters` cannot be 'local', 'broadcast' or 'present' as long as gradients are averaged over the "
                 f"ranks that exchange, as in {schedule!r}: leave out PostLocal, or `parameters`"
             )
-        if replica.present and self.policy.touches:
+        if replica.present and self.policy.touches and len(cut) > 1:
             raise ValueError(
-                "`parameters` can be 'present' only if local optimizers keep their state: leave out `optimizer_state`. "
-                f"Received: optimizer_state={self.policy}"
+                "`fragments`, `optimizer_state` and `parameters` that are 'present' cannot be combined, since a "
+                "fragment does not know who was present in the whole period: leave out one of them. Received: "
+                f"fragments={fragments}, optimizer_state={self.policy}"
             )
         if replica.present and self.algorithm.reduction != "sum":
             raise ValueError(

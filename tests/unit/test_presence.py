@@ -483,8 +483,7 @@ def test_nothing_more_is_sent_without_such_parameters() -> None:
             {"asynchronous": True, "algorithm": AGN()},
             "`parameters` can be 'present' in asynchronous exchange with elastic",
         ),
-        ({"optimizer_state": "average"}, "`parameters` can be 'present' only if local optimizers keep their state"),
-        ({"optimizer_state": "reset"}, "`parameters` can be 'present' only if local optimizers keep their state"),
+        ({"optimizer_state": "average", "fragments": 2}, "`fragments`, `optimizer_state` and `parameters` that are"),
         (
             {"period": PostLocal(start=2, period=2).around_averaging()},
             "`parameters` cannot be 'local', 'broadcast' or 'present' as long as gradients are averaged",
@@ -494,7 +493,7 @@ def test_nothing_more_is_sent_without_such_parameters() -> None:
 def test_refusals(options: dict[str, Any], text: str) -> None:
     def work(communicator: Communicator) -> None:
         given = {"algorithm": Averaging(), "period": 2, "process_set": communicator, "parameters": "present"} | options
-        PeriodicOptimizer(SGD(1.0), {"x": np.zeros(1)}, **given)
+        PeriodicOptimizer(SGD(1.0), {"x": np.zeros(1), "y": np.zeros(1)}, **given)
 
     for kind, message in errors(2, work):
         assert kind is ValueError
@@ -538,6 +537,39 @@ def elastic_alone(rounds: int) -> list[float]:
         d = x + 2 - c
         x, c = x + 2 - 0.25 * d, c + 0.25 * d
     return [x]
+
+
+@pytest.mark.parametrize("policy", ["average", "reset"])
+def test_optimizer_state(policy: str) -> None:
+    """The mean of those present, for all; it stays if nobody is present."""
+
+    def work(communicator: Communicator) -> list[list[float]]:
+        model, rank, found = {"x": np.zeros(1), "y": np.zeros(1)}, communicator.rank, []
+        options: dict[str, Any] = {"process_set": communicator, "parameters": {"x": "present"}}
+        local = SGD(0.0, momentum=0.5)
+        optimizer = PeriodicOptimizer(local, model, Averaging(), 1, optimizer_state=policy, **options)
+        for ranks in ([0, 1, 2], [0, 2], [], [1]):
+            optimizer.step([np.full(1, 1.0 + rank) if rank in ranks else None, np.full(1, 1.0 + rank)])
+            found.append([float(v[0]) for v in local.velocities or []])
+        return found
+
+    # x: (1 + 2 + 3)/3; then (.5 · 2 + 1 + .5 · 2 + 3)/2; stays; then .5 · 3 + 2. y: .5 v + 2 each time.
+    x, y = ([2.0, 3.0, 3.0, 3.5], [2.0, 3.0, 3.5, 3.75]) if policy == "average" else ([0.0] * 4, [0.0] * 4)
+    assert run_ranks(3, work) == [[[a, b] for a, b in zip(x, y, strict=True)]] * 3
+
+
+def test_a_reset_leaves_what_nobody_has_trained() -> None:
+    def work(communicator: Communicator) -> float:
+        model, local = {"x": np.zeros(1), "y": np.zeros(1)}, SGD(0.0, momentum=0.5)
+        options: dict[str, Any] = {"process_set": communicator, "parameters": {"x": "present"}}
+        optimizer = PeriodicOptimizer(local, model, Averaging(), 1, optimizer_state="reset", **options)
+        optimizer.step([None, np.ones(1)])
+        assert local.velocities is not None
+        local.velocities[0][:] = 7.0
+        optimizer.step([None, np.ones(1)])
+        return float(local.velocities[0][0])
+
+    assert run_ranks(2, work) == [7.0] * 2
 
 
 def test_groups() -> None:

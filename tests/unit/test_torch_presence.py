@@ -186,3 +186,35 @@ def test_mixed_precision_that_skips_an_update() -> None:
         return model.experts[1].tolist()
 
     assert run(2, work) == [[pytest.approx(-1.1)]] * 2
+
+
+@pytest.mark.parametrize("policy", ["average", "reset"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_optimizer_state(kind: Any, policy: str) -> None:
+    """The mean of those present, on all ranks whose optimizer has any; it stays if nobody is present."""
+
+    def work(communicator: ThreadCommunicator) -> Any:
+        model, rank, found = Experts(), communicator.rank, []
+        more = {"momentum": 0.5} if kind is torch.optim.SGD else {"betas": (0.5, 0.75)}
+        local = kind([{"params": [model.body]}, {"params": list(model.experts)}], 0.0, **more)
+        key = "momentum_buffer" if kind is torch.optim.SGD else "exp_avg"
+        optimizer = hvdp.PeriodicOptimizer(
+            local, model, hvdp.Averaging(), 1, process_set=communicator, parameters=POLICIES, optimizer_state=policy
+        )
+        for used in ([0, 1], [1], [], [2]):
+            optimizer.zero_grad()
+            model.body.grad = torch.ones_like(model.body)
+            if rank in used:
+                model.experts[1].grad = torch.full((1,), 1.0 + rank).double()
+            optimizer.step()
+            buffer = local.state.get(model.experts[1], {}).get(key)
+            found.append(None if buffer is None else buffer.item())
+        return found
+
+    scale = 1.0 if kind is torch.optim.SGD else 0.5  # Of what a gradient adds to the buffer.
+    if policy == "average":  # (1 + 2)/2; .5 · 1.5 + 2; stays; the third rank's first.
+        both = [1.5 * scale, (0.75 + 2) * scale, (0.75 + 2) * scale, 3.0 * scale]
+        assert run(3, work) == [both, both, [None, None, None, 3.0 * scale]]
+    else:
+        empty = None if kind is torch.optim.SGD else 0.0
+        assert run(3, work) == [[empty] * 4] * 2 + [[None, None, None, empty]]
