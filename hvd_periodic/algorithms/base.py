@@ -41,7 +41,7 @@ class Exchange:
     gradients: float = 1
     learning_rate: Any = None
     weight: Any = None
-    presence: Mapping[str, float | None] = field(default_factory=dict)
+    presence: Mapping[str, float | None] = field(default_factory=dict, hash=False)
 
 
 class Algorithm(ABC):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.centers.base import Placement
+from hvd_periodic.centers.by_range import ByRange
 from hvd_periodic.centers.error_feedback import RESIDUAL, ErrorFeedback
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.membership import Membership
@@ -117,6 +118,7 @@ class TensorGroup(Generic[V]):
     ) -> None:
         self.name, self.values, self.algorithm, self.placement = name, values, algorithm, placement
         self._replica, self._membership, self._outer, self._rates = replica, membership, outer, rates
+        self._by_range = ByRange(algorithm, replica.space, values.layout)
         first = self._read(values.layout.buckets[0], slot=0)
         self.shard, self.center_state = self._new_center(first)
         self.worker: dict[str, Store[V]] = {
@@ -266,7 +268,7 @@ class TensorGroup(Generic[V]):
         message = self._replica.space.concatenate(formed) if message is None else message
         shared = self.messages is self.total or (self._consumed is not None and len(blocks) > 1 and buffer is not None)
         lent = message if shared else blocks[0].worker.get(self._consumed or "")
-        weights = self._weights(self.values.layout, bucket, exchange) if exchange.presence else ()
+        weights = self._by_range.weights(self.values.layout, bucket, exchange) if exchange.presence else ()
         name = self._collective(bucket)
         sent = self.error_feedback.send(self._membership.communicator, bucket, message, name, weights)
         for block in blocks:
@@ -320,7 +322,7 @@ class TensorGroup(Generic[V]):
             then = space.copy(snapshot, out=cached)
             block_center = _part(center, bucket, part)
             if exchange.presence:
-                pulled, changed = self._pulled_by_range(part, then, block.worker, block_center, exchange)
+                pulled, changed = self._by_range.pull(part, then, block.worker, block_center, exchange)
             else:
                 pulled, changed = algorithm.pull(space, then, block.worker, block_center, exchange)
             self._set(block, algorithm.catch_up(space, block.x, snapshot, pulled, out=cached))
@@ -425,7 +427,7 @@ class TensorGroup(Generic[V]):
         space = self._replica.space
         message, changed = algorithm.message(space, block.x, worker, block.published, exchange, out=out)
         if exchange.presence:
-            message = self._weighed_by_range(part, message, exchange)
+            message = self._by_range.weighed(part, message, exchange)
         else:
             message = algorithm.weighed(space, message, exchange)
         self._write(self.worker, part, worker, changed)
@@ -460,62 +462,16 @@ class TensorGroup(Generic[V]):
             yield block, moved
 
     def _move(self, shard: Bucket, center: State[V], total: V, exchange: Exchange) -> State[V]:
-        """Return the changes to the center's vectors, computed one by one for each range of one learning rate.
-
-        Where no worker is present, nothing changes.
-        """
-        space, algorithm, whole = self._replica.space, self.algorithm, cast(Any, total)
+        """Return the changes to the center's vectors."""
         if self._rates is None and not exchange.presence:
-            return algorithm.move(space, center, total, exchange)
-        ranges = list(self._ranges_to_move(shard, exchange))
-        if len(ranges) == 1 and ranges[0][2] is not None:
-            return algorithm.move(space, center, total, ranges[0][2])
-        stays = {"center": total} | center  # Without a center, nothing reads what is published where nothing moves.
-        moved = [
-            _cut(stays, start, stop)
-            if of_range is None
-            else algorithm.move(space, _cut(center, start, stop), whole[start:stop], of_range)
-            for start, stop, of_range in ranges
-        ]
-        changed = set(stays).intersection(*moved)
-        return {key: space.concatenate([part[key] for part in moved]) for key in stays if key in changed}
-
-    def _ranges_to_move(self, shard: Bucket, exchange: Exchange) -> Iterator[tuple[int, int, Exchange | None]]:
-        """Yield the ranges of a bucket with what the algorithm knows about each; None where no worker is present."""
-        rates: Iterable[tuple[int, int, Any]] = [(0, shard.size, None)]
-        if self._rates is not None:
-            rates = self._rates.constant_ranges(self.shard, shard)
-        weights = self._weights(self.shard, shard, exchange) if exchange.presence else [(0, shard.size, 1.0)]
-        for start, stop, rate in rates:
-            for first, last, weight in weights:
-                if max(start, first) < min(stop, last):
-                    of_range = None if weight is None else replace(exchange, learning_rate=rate)
-                    yield max(start, first), min(stop, last), of_range
-
-    def _weights(self, layout: Layout, part: Bucket, exchange: Exchange) -> list[tuple[int, int, float | None]]:
-        """Return the ranges of a bucket in which this worker has one weight; None where no worker is present.
-
-        The layout is that of the values, or of this rank's shard.
-        """
-        specs, weight = self.values.layout.specs, 1.0 if exchange.weight is None else exchange.weight
-        return list(layout.constant_ranges(part, lambda i: exchange.presence.get(specs[i].name, weight)))
-
-    def _weighed_by_range(self, part: Bucket, message: V, exchange: Exchange) -> V:
-        """Return the message to send: zeros where this worker is absent."""
-        space, weighed = self._replica.space, []
-        for start, stop, weight in self._weights(self.values.layout, part, exchange):
-            of_range = cast(Any, message)[start:stop]
-            if weight:
-                weighed.append(self.algorithm.weighed(space, of_range, replace(exchange, weight=weight)))
-            else:
-                weighed.append(space.zeros_like(of_range))
-        return space.concatenate(weighed)
+            return self.algorithm.move(self._replica.space, center, total, exchange)
+        return self._by_range.move(self.shard, shard, center, total, exchange, self._rates)
 
     def _pull(self, block: Block[V], center: V, exchange: Exchange, sent: V | None = None) -> None:
         """Pull a block of the replica; without error feedback, only by the part of the message that was ``sent``."""
         algorithm, space = self.algorithm, self._replica.space
         if exchange.presence:
-            values, changed = self._pulled_by_range(block.part, block.x, block.worker, center, exchange, sent)
+            values, changed = self._by_range.pull(block.part, block.x, block.worker, center, exchange, sent)
         elif sent is None or algorithm.uses_error_feedback:
             values, changed = algorithm.pull(space, block.x, block.worker, center, exchange)
         else:
@@ -524,29 +480,6 @@ class TensorGroup(Generic[V]):
         self._write(self.worker, block.part, block.worker, changed)
         if not self._overlapped:
             self._reset_consumed_state(block)
-
-    def _pulled_by_range(
-        self, part: Bucket, x: V, worker: State[V], center: V, exchange: Exchange, sent: V | None = None
-    ) -> tuple[V, State[V]]:
-        """Return the pulled replica and the worker's vectors.
-
-        Where no worker is present, a replica that would take the moved center stays. A worker that was absent, and has
-        sent nothing, is pulled by its whole displacement.
-        """
-        algorithm, space, pulled = self.algorithm, self._replica.space, []
-        for start, stop, weight in self._weights(self.values.layout, part, exchange):
-            of_x, of_center = cast(Any, x)[start:stop], cast(Any, center)[start:stop]
-            of_worker = _cut(worker, start, stop)
-            values: V = of_x
-            changed: State[V] = {}
-            if weight and sent is not None and not algorithm.uses_error_feedback:
-                of_sent = cast(Any, sent)[start:stop]
-                values, changed = algorithm.pull_sent(space, of_x, of_worker, of_center, of_sent, exchange)
-            elif weight is not None or not algorithm.reads_after:
-                values, changed = algorithm.pull(space, of_x, of_worker, of_center, exchange)
-            pulled.append((values, of_worker | changed))
-        joined = {key: space.concatenate([of_worker[key] for _, of_worker in pulled]) for key in worker}
-        return space.concatenate([values for values, _ in pulled]), joined
 
     def _set(self, block: Block[V], values: V) -> None:
         """Set the values of the replica."""
@@ -573,10 +506,6 @@ def _part(vector: V, bucket: Bucket, part: Bucket) -> V:
 def _slot(bucket: Bucket) -> int:
     """Return the slot of the first scratch buffer of a bucket: each bucket in flight has two."""
     return 2 * (bucket.index % IN_FLIGHT)
-
-
-def _cut(state: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-    return {key: vector[start:stop] for key, vector in state.items()}
 
 
 def all_buckets(groups: Iterable[TensorGroup[V]]) -> Iterator[tuple[TensorGroup[V], Bucket]]:

@@ -120,6 +120,7 @@ class Synchronous(Exchanger[V]):
                 self.piggyback.deliver(records, piggybacks)
             with context.handshake.remember_failure(own.counters.local_steps):
                 sent = _BYTES_OF_RECORD + self._exchange_tensors(agreed, due, own)
+                sent += 0 if self.presence is None or piggyback is None else piggyback.nbytes
 
             next_exchange = agreed.step + plan.next_exchange - agreed.clock.step
             exchanged, excluded = bool(due.turns), own.excluded is not None

@@ -218,3 +218,39 @@ def test_optimizer_state(kind: Any, policy: str) -> None:
     else:
         empty = None if kind is torch.optim.SGD else 0.0
         assert run(3, work) == [[empty] * 4] * 2 + [[None, None, None, empty]]
+
+
+def test_closures() -> None:
+    """A gradient of any evaluation counts."""
+
+    def work(communicator: ThreadCommunicator) -> list[float]:
+        model, rank = Experts(), communicator.rank
+        optimizer = made(model, communicator, "average", period=1)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = sum((x * (rank + 1)).sum() for x in [model.body, *([model.experts[1]] if rank else [])])
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return model.experts[1].tolist()
+
+    assert run(3, work) == [[pytest.approx(-1.25)]] * 3  # −1 − .1 (2 + 3)/2
+
+
+def test_an_explicit_synchronizer() -> None:
+    def work(communicator: ThreadCommunicator) -> list[float]:
+        model, rank = Experts(), communicator.rank
+        local = torch.optim.SGD(model.parameters(), RATE)
+        synchronizer = hvdp.Synchronizer(
+            model, hvdp.Averaging(), 1, optimizer=local, process_set=communicator, parameters=POLICIES
+        )
+        model(rank, [1] if rank else []).backward()
+        synchronizer.prepare_gradients()
+        local.step()
+        synchronizer.step()
+        return model.experts[1].tolist()
+
+    slopes = [0.75 * (-1.0 - 0.5), 1.0 * (-1.0 + 0.5)]
+    assert run(3, work) == [[pytest.approx(-1.0 - RATE * sum(slopes) / 2)]] * 3
