@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
+import hvd_periodic.torch.replica as replica  # noqa: E402
+import tests.unit.test_torch_blocks as blocks  # noqa: E402
 from hvd_periodic.comm.subset import Subset  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator, run  # noqa: E402
 from tests.presence_oracle import MOMENTUM, RATE, Element, trajectory, uses  # noqa: E402
@@ -254,3 +256,39 @@ def test_an_explicit_synchronizer() -> None:
 
     slopes = [0.75 * (-1.0 - 0.5), 1.0 * (-1.0 + 0.5)]
     assert run(3, work) == [[pytest.approx(-1.0 - RATE * sum(slopes) / 2)]] * 3
+
+
+@pytest.mark.parametrize("options", blocks.OPTIONS)
+@pytest.mark.parametrize("algorithm", ["averaging", "easgd_rho", "agn", "slowmo"])
+def test_blocks_change_nothing(algorithm: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, on two ranks: tensors of several blocks, computed in place where that is possible; 16-bit ones."""
+    of_some = {"small": 0, "large": 1, "of_16_bits": 2, "larger": 3}
+
+    def work(communicator: ThreadCommunicator) -> Any:
+        model, rank = blocks.Model(communicator.rank), communicator.rank
+        groups = [{"params": list(model.parameters())[:2], "lr": 0.2}, {"params": list(model.parameters())[2:]}]
+        optimizer = hvdp.PeriodicOptimizer(
+            torch.optim.SGD(groups, lr=0.1, momentum=0.5),
+            model,
+            blocks.ALGORITHMS[algorithm](),
+            4,
+            process_set=communicator,
+            parameters=dict.fromkeys(of_some, "present"),
+            **blocks.OPTIONS[options],
+        )
+        for step in range(11):
+            for i, (name, x) in enumerate(model.named_parameters()):
+                x.grad = (x.detach() - i * (rank + 1)) * (0.5 + step % 3)
+                if name in of_some and (step // 4 + of_some[name]) % 4 in ([0, 1], [0, 2])[rank]:
+                    x.grad = None  # Of one round both have none, of one both have one, and of two one of them has.
+            optimizer.step()
+        optimizer.finalize()
+        with optimizer.center():
+            return [x.tolist() for x in model.parameters()]
+
+    results = []
+    for size in (2**40, 64):
+        monkeypatch.setattr(replica, "_BLOCK_BYTES", size)
+        results.append(run(2, work))
+    assert results[0] == results[1]
+    assert results[0][0] == results[0][1]
