@@ -28,7 +28,7 @@ class ScheduleState:
     losses: int = 0
     memory: Mapping[str, float] = field(default_factory=dict)
     since: Sequence[Sequence[int]] = ()
-    seen: Sequence[Sequence[str]] = ()
+    seen: Sequence[Sequence[str]] = field(default_factory=list)
 
     @property
     def loss(self) -> float | None:

@@ -124,7 +124,7 @@ class Synchronous(Exchanger[V]):
 
             next_exchange = agreed.step + plan.next_exchange - agreed.clock.step
             exchanged, excluded = bool(due.turns), own.excluded is not None
-            seen = () if self.presence is None or excluded else self.presence.after(own.notes.seen, due)
+            seen = [] if self.presence is None or excluded else self.presence.after(own.notes.seen, due)
             notes = ScheduleState() if due.completes else own.notes
             notes = replace(notes, memory=plan.memory, since=due.since, seen=seen)
             progress.advance(agreed.step, next_exchange, notes, started, exchanged, excluded, sent)

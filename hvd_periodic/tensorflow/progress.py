@@ -130,7 +130,7 @@ class VariableProgress(ProgressTracker):
             losses,
             {name: value for name, value in memory.items() if not np.isnan(value)},
             [since[i : i + _PER_FRAGMENT] for i in range(0, len(since), _PER_FRAGMENT)] if any(since) else (),
-            [[name for name, bit in zip(self._present, row, strict=True) if bit] for row in rows] if any(seen) else (),
+            [[name for name, bit in zip(self._present, row, strict=True) if bit] for row in rows] if any(seen) else [],
         )
 
     @notes.setter

@@ -206,7 +206,7 @@ def test_an_update_that_a_loss_scale_skips_does_not_count(compiled: bool) -> Non
 
     run = tf.function(step, autograph=False) if compiled else step
     run(tf.constant([np.inf]))
-    assert optimizer.synchronizer.progress.notes.seen == ()
+    assert optimizer.synchronizer.progress.notes.seen == []
     run(tf.constant([1.0]))
     assert optimizer.synchronizer.progress.notes.seen == [["x"]]
 
