@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar, cast
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.centers.learning_rates import LearningRates
+from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, Layout
-from hvd_periodic.vectors.space import VectorSpace
 
 V = TypeVar("V")
 
@@ -22,12 +22,12 @@ class ByRange(Generic[V]):
 
     Args:
         algorithm: the algorithm.
-        space: the verbs of the front end.
+        replica: has the verbs of the front end, which may be others at another call.
         whole: layout of the replica.
     """
 
-    def __init__(self, algorithm: Algorithm, space: VectorSpace[V], whole: Layout) -> None:
-        self._algorithm, self._space, self._whole = algorithm, space, whole
+    def __init__(self, algorithm: Algorithm, replica: Replica[V], whole: Layout) -> None:
+        self._algorithm, self._replica, self._whole = algorithm, replica, whole
 
     def weights(self, layout: Layout, part: Bucket, exchange: Exchange) -> list[tuple[int, int, float | None]]:
         """Return the ranges of a bucket in which this worker has one weight: first and past-the-last element, weight.
@@ -39,7 +39,7 @@ class ByRange(Generic[V]):
 
     def weighed(self, part: Bucket, message: V, exchange: Exchange) -> V:
         """Return the message to send: zeros where this worker is absent, otherwise as :meth:`Algorithm.weighed`."""
-        space, weighed = self._space, []
+        space, weighed = self._replica.space, []
         for start, stop, weight in self.weights(self._whole, part, exchange):
             of_range = cast(Any, message)[start:stop]
             if weight:
@@ -67,7 +67,7 @@ class ByRange(Generic[V]):
             exchange: the exchange.
             rates: the learning rates, if the algorithm uses them.
         """
-        space, algorithm, whole = self._space, self._algorithm, cast(Any, total)
+        space, algorithm, whole = self._replica.space, self._algorithm, cast(Any, total)
         ranges = list(self._ranges_to_move(layout, shard, exchange, rates))
         if len(ranges) == 1 and ranges[0][2] is not None:
             return algorithm.move(space, center, total, ranges[0][2])
@@ -89,7 +89,7 @@ class ByRange(Generic[V]):
         Where no worker is present, a replica that would take the moved center stays. A worker that was absent, and has
         sent nothing, is pulled by its whole displacement.
         """
-        algorithm, space, pulled = self._algorithm, self._space, []
+        algorithm, space, pulled = self._algorithm, self._replica.space, []
         for start, stop, weight in self.weights(self._whole, part, exchange):
             of_x, of_center = cast(Any, x)[start:stop], cast(Any, center)[start:stop]
             of_worker = _cut(worker, start, stop)

@@ -118,7 +118,7 @@ class TensorGroup(Generic[V]):
     ) -> None:
         self.name, self.values, self.algorithm, self.placement = name, values, algorithm, placement
         self._replica, self._membership, self._outer, self._rates = replica, membership, outer, rates
-        self._by_range = ByRange(algorithm, replica.space, values.layout)
+        self._by_range = ByRange(algorithm, replica, values.layout)
         first = self._read(values.layout.buckets[0], slot=0)
         self.shard, self.center_state = self._new_center(first)
         self.worker: dict[str, Store[V]] = {
