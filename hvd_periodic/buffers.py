@@ -14,6 +14,9 @@ AVERAGE, MAXIMUM, BROADCAST, LOCAL = POLICIES = ("average", "maximum", "broadcas
 The mean of integers and booleans is their maximum.
 """
 
+PRESENT = "present"
+"""For parameters: what only the ranks contribute whose local steps had a gradient of the parameter."""
+
 Policies: TypeAlias = str | Mapping[str, str] | Callable[[str, Any], str | None] | None
 """One policy for all; policies by name patterns; a function from name and tensor to a policy; None: by tensor names."""
 
@@ -105,7 +108,10 @@ class PolicyArgument:
 
 
 BUFFERS = PolicyArgument("buffers", "buffer", POLICIES)
-PARAMETERS = PolicyArgument("parameters", "parameter", (AVERAGE, BROADCAST, LOCAL))
+PARAMETERS = PolicyArgument("parameters", "parameter", (AVERAGE, BROADCAST, LOCAL, PRESENT))
+
+EXCHANGED = (AVERAGE, PRESENT)
+"""Policies of the parameters on which the algorithm acts."""
 
 
 def is_statistic(name: str) -> bool:

@@ -103,7 +103,9 @@ class Options(ExchangeOptions, total=False):
     Attributes:
         parameters: policies for the trainable parameters. ``"average"``: the algorithm exchanges them; ``"broadcast"``:
             at every exchange all ranks take the values of ``root_rank``; ``"local"``: every rank trains its own, which
-            are neither exchanged nor started from the root's; their names and shapes may differ between ranks.
+            are neither exchanged nor started from the root's; their names and shapes may differ between ranks;
+            ``"present"``: the algorithm exchanges what the ranks contribute whose local steps since the last exchange
+            had a gradient, and divides by their number.
             Pass a dict from name patterns to policies, in which the first match counts, such as ``{"experts.*":
             "local"}``; or a function (name, parameter) that returns a policy or None. Default, and for parameters that
             a dict or function leaves open: ``"average"``.

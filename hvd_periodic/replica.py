@@ -34,6 +34,7 @@ class Replica(Protocol, Generic[V]):
         in_host_memory: vectors are in host memory and can be used there at once.
         reuses_memory: messages of one exchange are formed in the memory of those before, see :meth:`scratch`.
         complex_names: exchanged parameters whose elements are complex; stores hold them as reals of shape (…, 2).
+        present: names of the parameters, among ``parameters``, to which only ranks with gradients of them contribute.
         keeps_own: whether some parameters are not exchanged, so that every rank has its own.
         reports_work: the user can report the examples of each local update.
         may_be_left_out: an exchange may exclude this rank; false if other ranks hold parts of the same replica.
@@ -58,6 +59,7 @@ class Replica(Protocol, Generic[V]):
     in_host_memory: bool = False
     reuses_memory: bool = True
     complex_names: Sequence[str] = ()
+    present: Sequence[str] = ()
     keeps_own: bool = False
     reports_work: bool = False
     may_be_left_out: bool = True
@@ -118,6 +120,10 @@ class Replica(Protocol, Generic[V]):
     def with_gradient(self, among: Set[int]) -> Set[int]:
         """Return which of some parameters, given by index, have a gradient now or have had one."""
         return among
+
+    def with_gradient_now(self, among: Set[int]) -> Set[int]:
+        """Return which of some parameters, given by index, have a gradient in the update to come."""
+        return self.with_gradient(among)
 
     def unexchanged(self) -> Mapping[str, Any]:
         """Return, by name, the weights that no exchange touches although the user has not asked for this."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from hvd_periodic.spellings import rename_members
@@ -30,6 +31,9 @@ class Exchange:
             Algorithms can ignore it: the caller multiplies their messages by it.
         cut: factor below 1 that reduces this worker's message to the largest norm allowed; None if it is not reduced.
             Algorithms can ignore it, too.
+        presence: for parameters that only workers with gradients contribute to, by name: this worker's weight among
+            those, w_i p_i n / Σ_j w_j p_j, with p_i = 1 on a worker with gradients and 0 on another; None if no worker
+            had any, so that the parameter stays as it is. Algorithms can ignore it, too.
 
     In a compiled graph, all attributes but ``size`` are scalars of the graph.
     """
@@ -40,6 +44,7 @@ class Exchange:
     learning_rate: Any = None
     weight: Any = None
     cut: Any = None
+    presence: Mapping[str, float | None] = field(default_factory=dict, hash=False)
 
 
 class Algorithm(ABC):

@@ -52,6 +52,8 @@ class CenterInMemory:
         c' = move(c, m)              with c and x of one worker alone; n in the rates is the number of all workers
         returned: publish(c), or c' if the algorithm pulls the moved center
 
+    A worker that is absent for a tensor pulls it, and its message is 0.
+
     Args:
         parts: tensors that are exchanged.
         shares: the layout of this holder's share of each part.
@@ -119,10 +121,20 @@ class CenterInMemory:
         message = payload
         if algorithm.reads_before:
             message, _ = algorithm.message(space, payload, {}, before, exchange)
+            if exchange.presence:
+                message = self._of_present(part, bucket, message, exchange)
         moved = algorithm.move(space, center, message, exchange)["center"]
         if moved is not center["center"]:
             self.centers[part].write(bucket, moved)
         return np.array(algorithm.publish(space, {"center": moved}, exchange)) if algorithm.reads_after else before
+
+    def _of_present(self, part: int, bucket: Bucket, message: np.ndarray, exchange: Exchange) -> np.ndarray:
+        """Return a message with zeros for the tensors for which the worker is absent."""
+        specs, layout, present = self.parts[part].layout.specs, self.centers[part].layout, message.copy()
+        for start, stop, weight in layout.constant_ranges(bucket, lambda i: exchange.presence.get(specs[i].name, 1.0)):
+            if not weight:
+                present[start:stop] = 0
+        return present
 
 
 def empty(bucket: Bucket) -> np.ndarray:

@@ -6,7 +6,7 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,9 @@ from hvd_periodic.vectors.layout import Bucket, Layout
 _REQUEST, _ANSWER, _PAYLOAD = 0, 1, 8
 """Tags of a request and of its answer; the tag of bucket i is ``_PAYLOAD + 2 i``, the tag of its reply one more."""
 
-_BEGIN, _READ, _WRITE, _STATE, _LOAD = range(5)
-"""Requests, of five integers. ``_BEGIN`` describes the exchange of the payloads to follow; the first holder answers."""
+_BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE = range(6)
+"""Requests, of five integers. ``_BEGIN`` describes the exchange of the payloads to follow; the first holder answers.
+Before it comes ``_PRESENCE`` if the worker may be absent for some tensors."""
 
 _PAUSE = 0.05
 """Seconds between two polls for messages while the service is paused."""
@@ -161,6 +162,10 @@ class ServiceTransport(Transport):
         sent = []
         for place, holder in enumerate(self._holders):
             if holder != self._rank:
+                if exchange.presence:
+                    self._request(holder, _PRESENCE)
+                    data = np.frombuffer(pickle.dumps(exchange.presence), np.uint8)
+                    self._requests.wait(self._requests.send(data, holder, _ANSWER))
                 header = np.array([_BEGIN, place, exchange.gradients, exchange.size, 0], np.int64)
                 header[4:].view(np.float64)[0] = exchange.period
                 sent.append(self._requests.send(header, holder, _REQUEST))
@@ -243,6 +248,7 @@ class _Service:
         self._first = next((i for i in range(center.optimized) if center.buckets[i].size), -1)
         self._stepped = False
         self._exchanges: dict[int, Exchange] = {}
+        self._presence: dict[int, Mapping[str, float | None]] = {}
         self._sending: list[tuple[Any, Any]] = []
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -353,7 +359,8 @@ class _Service:
         operation, index = int(header[0]), int(header[1])
         if operation == _BEGIN:
             period = float(header[4:].view(np.float64)[0])
-            self._exchanges[source] = Exchange(int(header[3]), period, int(header[2]))
+            presence = self._presence.pop(source, {})
+            self._exchanges[source] = Exchange(int(header[3]), period, int(header[2]), presence=presence)
             before = self.count()
             if index == 0:
                 self._send(np.array([before], np.int64), source, _ANSWER)
@@ -366,6 +373,8 @@ class _Service:
             self._requests.wait(self._requests.receive(payload, source, _tag(index)))
             self.write(index, payload)
             self._send(np.zeros(1, np.uint8), source, _ANSWER)
+        elif operation == _PRESENCE:
+            self._presence[source] = pickle.loads(self._requests.receive_bytes(source, _ANSWER))
         elif operation == _LOAD:
             self.load(pickle.loads(self._requests.receive_bytes(source, _ANSWER)))
             self._send(np.zeros(1, np.uint8), source, _ANSWER)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm
@@ -76,8 +76,24 @@ class ErrorFeedback(Generic[V]):
             self.second_hop_residual = self._replica.new_store(rows, f"{self._name}.{SECOND_HOP_RESIDUAL}")
         self.second_hop_key = f"{SECOND_HOP_RESIDUAL}.{communicator.rank}.{communicator.size}"
 
-    def send(self, communicator: Communicator, bucket: Bucket, message: V, name: str) -> Sent[V]:
-        """Send a message together with the residual of earlier ones; may overwrite it."""
+    def send(
+        self,
+        communicator: Communicator,
+        bucket: Bucket,
+        message: V,
+        name: str,
+        weights: Sequence[tuple[int, int, float | None]] = (),
+    ) -> Sent[V]:
+        """Send a message together with the residual of earlier ones; may overwrite it.
+
+        Args:
+            communicator: the ranks.
+            bucket: the bucket.
+            message: the message, with zeros where this worker is absent: there its residual waits.
+            name: name of the collective.
+            weights: the ranges in which this worker has one weight, 0 where it is absent; None where all are, so that
+                the residual of sums waits as well.
+        """
         if bucket.index in self.received_totals:
             total = self.received_totals.pop(bucket.index)
             return Sent(lambda: total, None, bucket.nbytes)
@@ -86,15 +102,24 @@ class ErrorFeedback(Generic[V]):
             return self._placement.reduce(communicator, buffer, name, self._reduction)
 
         space, sums = self._replica.space, self.second_hop_residual
-        of_sums = None if sums is None else Residual(sums, sums.layout.buckets[bucket.index])
+        of_sums = None
+        if sums is not None:
+            row = sums.layout.buckets[bucket.index]
+            first = communicator.rank * row.size
+            unmoved = [(start - first, stop - first) for start, stop, weight in weights if weight is None]
+            within = [(max(start, 0), min(stop, row.size)) for start, stop in unmoved]
+            of_sums = Residual(sums, row, space, [each for each in within if each[0] < each[1]])
         link = Link(communicator, name, bucket.size, bucket.nbytes, reduce, space.coding, of_sums)
         if self.residual is None:
             return self.wire.start(link, message)
-        residual = self.residual.read(bucket)
+        of_message = Residual(
+            self.residual, bucket, space, [(start, stop) for start, stop, weight in weights if not weight]
+        )
+        residual = of_message.read()
         message = space.axpy(1.0, residual, message)
         sent = self.wire.start(link, message)
         decoded = message if sent.decoded is None else sent.decoded
-        self.residual.write(bucket, space.sub(message, decoded, out=residual))
+        of_message.write(space.sub(message, decoded, out=residual))
         return sent
 
     def reset(self) -> None:
@@ -110,4 +135,5 @@ class ErrorFeedback(Generic[V]):
     def _clear(self, store: Store[V] | None) -> None:
         if store is not None:
             for bucket in store.layout.buckets:
-                Residual(store, bucket).write(self._replica.space.zeros_like(store.read(bucket)))
+                space = self._replica.space
+                Residual(store, bucket, space).write(space.zeros_like(store.read(bucket)))

@@ -57,7 +57,7 @@ class InFlightExchange(Generic[V]):
                 pending.wait = partial(_known, total)
         while self.pending:  # Each is waited for once, even if one of them fails.
             self.group.wait_and_update_center(self.pending.pop(0), self.exchange)
-        self.group.step_outer_optimizer(self.fragment.index)
+        self.group.step_outer_optimizer(self.exchange, self.fragment.index)
 
     def apply_to_replica(self, stepped: bool) -> None:
         """Pull the replica, which may have ``stepped`` since the exchange began."""

@@ -44,12 +44,4 @@ class LearningRates:
         The bucket is one of the layout of this rank's shard.
         """
         rates = self._read() if self._followed is None else self._followed
-        start, rate = 0, None
-        for piece in bucket.pieces:
-            of_piece = rates[layout.sources[piece.tensor][0]]
-            if piece.offset > start and of_piece is not rate and of_piece != rate:
-                yield start, piece.offset, rate
-                start = piece.offset
-            rate = of_piece
-        if bucket.size:
-            yield start, bucket.size, rate
+        yield from layout.constant_ranges(bucket, rates.__getitem__)

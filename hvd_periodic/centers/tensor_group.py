@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.centers.base import Placement
+from hvd_periodic.centers.by_range import ByRange
 from hvd_periodic.centers.error_feedback import RESIDUAL, ErrorFeedback
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.centers.norm_bounds import NormBounds, NormLimiter
@@ -122,6 +123,7 @@ class TensorGroup(Generic[V]):
     ) -> None:
         self.name, self.values, self.algorithm, self.placement = name, values, algorithm, placement
         self._replica, self._membership, self._outer, self._rates = replica, membership, outer, rates
+        self._by_range = ByRange(algorithm, replica, values.layout)
         first = self._read(values.layout.buckets[0], slot=0)
         self.shard, self.center_state = self._new_center(first)
         self.worker: dict[str, Store[V]] = {
@@ -251,7 +253,7 @@ class TensorGroup(Generic[V]):
         while in_flight:
             sent += self.finish(in_flight.popleft(), exchange)
         if self._outer is not None:
-            self.step_outer_optimizer(fragment.index)
+            self.step_outer_optimizer(exchange, fragment.index)
             for bucket in fragment.buckets:
                 for part in self._blocks[bucket.index]:
                     center = self.published_center(part, exchange)
@@ -278,7 +280,9 @@ class TensorGroup(Generic[V]):
         message = self._replica.space.concatenate(formed) if message is None else message
         shared = self.messages is self.total or (self._consumed is not None and len(blocks) > 1 and buffer is not None)
         lent = message if shared else blocks[0].worker.get(self._consumed or "")
-        sent = self.error_feedback.send(self._membership.communicator, bucket, message, self._collective(bucket))
+        weights = self._by_range.weights(self.values.layout, bucket, exchange) if exchange.presence else ()
+        name = self._collective(bucket)
+        sent = self.error_feedback.send(self._membership.communicator, bucket, message, name, weights)
         for block in blocks:
             if pulls and lossy:
                 decoded = None if sent.decoded is None else _part(sent.decoded, bucket, block.part)
@@ -305,10 +309,16 @@ class TensorGroup(Generic[V]):
         for _ in self._moves(pending, exchange):
             pass
 
-    def step_outer_optimizer(self, fragment: int = 0) -> None:
+    def step_outer_optimizer(self, exchange: Exchange, fragment: int = 0) -> None:
         """Step the outer optimizer of a fragment, if there is one; the gradients of all elements must be complete."""
-        if self._outer is not None:
-            (self._outer.parts[fragment] if isinstance(self._outer, PerFragmentOptimizer) else self._outer).step()
+        if self._outer is None:
+            return
+        outer = self._outer.parts[fragment] if isinstance(self._outer, PerFragmentOptimizer) else self._outer
+        without = {name for name, weight in exchange.presence.items() if weight is None}
+        if without:
+            outer.step({i for i, spec in enumerate(self.values.layout.specs) if spec.name in without})
+        else:
+            outer.step()
 
     def pull_late(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
         """Pull a bucket of the replica, which has taken local steps since its message was formed."""
@@ -322,7 +332,11 @@ class TensorGroup(Generic[V]):
             block, snapshot = self._block(bucket, part), self.snapshot.read(part)
             cached = None if buffer is None else buffer[: part.size]  # The same memory for all blocks.
             then = space.copy(snapshot, out=cached)
-            pulled, changed = algorithm.pull(space, then, block.worker, _part(center, bucket, part), exchange)
+            block_center = _part(center, bucket, part)
+            if exchange.presence:
+                pulled, changed = self._by_range.pull(part, then, block.worker, block_center, exchange)
+            else:
+                pulled, changed = algorithm.pull(space, then, block.worker, block_center, exchange)
             self._set(block, algorithm.catch_up(space, block.x, snapshot, pulled, out=cached))
             self._write(self.worker, part, block.worker, changed)
 
@@ -433,7 +447,10 @@ class TensorGroup(Generic[V]):
         space = self._replica.space
         message, changed = algorithm.message(space, block.x, worker, block.published, exchange, out=out)
         message = message if exchange.cut is None else space.scale(exchange.cut, message)
-        message = algorithm.weighed(space, message, exchange)
+        if exchange.presence:
+            message = self._by_range.weighed(part, message, exchange)
+        else:
+            message = algorithm.weighed(space, message, exchange)
         self._write(self.worker, part, worker, changed)
         block.worker = worker | changed
         kept = self.messages is not None
@@ -466,25 +483,17 @@ class TensorGroup(Generic[V]):
             yield block, moved
 
     def _move(self, shard: Bucket, center: State[V], total: V, exchange: Exchange) -> State[V]:
-        """Return the changes to the center's vectors, computed one by one for each range of one learning rate."""
-        space, whole = self._replica.space, cast(Any, total)
-        if self._rates is None:
-            return self.algorithm.move(space, center, total, exchange)
-        ranges = list(self._rates.constant_ranges(self.shard, shard))
-        if len(ranges) == 1:
-            return self.algorithm.move(space, center, total, replace(exchange, learning_rate=ranges[0][2]))
-        moved = [
-            self.algorithm.move(
-                space, _cut(center, start, stop), whole[start:stop], replace(exchange, learning_rate=rate)
-            )
-            for start, stop, rate in ranges
-        ]
-        return {key: space.concatenate([part[key] for part in moved]) for key in moved[0]}
+        """Return the changes to the center's vectors."""
+        if self._rates is None and not exchange.presence:
+            return self.algorithm.move(self._replica.space, center, total, exchange)
+        return self._by_range.move(self.shard, shard, center, total, exchange, self._rates)
 
     def _pull(self, block: Block[V], center: V, exchange: Exchange, sent: V | None = None) -> None:
         """Pull a block of the replica; without error feedback, only by the part of the message that was ``sent``."""
         algorithm, space = self.algorithm, self._replica.space
-        if sent is None or algorithm.uses_error_feedback:
+        if exchange.presence:
+            values, changed = self._by_range.pull(block.part, block.x, block.worker, center, exchange, sent)
+        elif sent is None or algorithm.uses_error_feedback:
             values, changed = algorithm.pull(space, block.x, block.worker, center, exchange)
         else:
             values, changed = algorithm.pull_sent(space, block.x, block.worker, center, sent, exchange)
@@ -518,10 +527,6 @@ def _part(vector: V, bucket: Bucket, part: Bucket) -> V:
 def _slot(bucket: Bucket) -> int:
     """Return the slot of the first scratch buffer of a bucket: each bucket in flight has two."""
     return 2 * (bucket.index % IN_FLIGHT)
-
-
-def _cut(state: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-    return {key: vector[start:stop] for key, vector in state.items()}
 
 
 def all_buckets(groups: Iterable[TensorGroup[V]]) -> Iterator[tuple[TensorGroup[V], Bucket]]:

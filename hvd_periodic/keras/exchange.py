@@ -83,6 +83,11 @@ class PeriodicExchange(keras.callbacks.Callback):
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             _refuse_gradients(made)
             named = named_variables(model.trainable_variables, model, options["buffers"], options["parameters"])
+            if named.present:
+                raise ValueError(
+                    "`parameters` cannot be 'present' for PeriodicExchange: a callback does not see which gradients a "
+                    "batch had. Train with Keras on TensorFlow and the optimizers of hvd_periodic.tensorflow"
+                )
             replica = HostedReplica(named, self._values)
             synchronizer = ReplicaSynchronizer(
                 replica,

@@ -14,9 +14,11 @@ from hvd_periodic.buffers import (
     AVERAGE,
     BROADCAST,
     BUFFERS,
+    EXCHANGED,
     LOCAL,
     MAXIMUM,
     POLICIES,
+    PRESENT,
     Policies,
     is_statistic,
     participation_of,
@@ -48,6 +50,7 @@ class NamedVariables:
         positions: the index of every parameter among the trained variables, if there are others; None: all of these
             are parameters.
         keeps_own: whether some trained variables are not exchanged.
+        present: names of the parameters to which only ranks with gradients of them contribute.
         formerly: for every variable that version 0.1 averaged, whether it is in ``averaged``; empty if the user has
             chosen policies.
     """
@@ -65,6 +68,7 @@ class NamedVariables:
     trained: int = 0
     positions: Sequence[int] | None = None
     keeps_own: bool = False
+    present: Sequence[str] = ()
     formerly: Sequence[bool] = ()
 
 
@@ -144,7 +148,7 @@ def named_variables(
             formerly.append(policy == AVERAGE)
     named = [(_unique(variable, names), native(variable)) for variable in trained]
     participation = participation_of(parameters, [(name, v) for (name, _), v in zip(named, trained, strict=True)])
-    positions = [i for i, (name, _) in enumerate(named) if participation[name] == AVERAGE]
+    positions = [i for i, (name, _) in enumerate(named) if participation[name] in EXCHANGED]
     return NamedVariables(
         [named[i] for i in positions],
         averaged=roles[AVERAGE],
@@ -159,6 +163,7 @@ def named_variables(
         trained=len(named),
         positions=positions if len(positions) < len(named) else None,
         keeps_own=LOCAL in participation.values(),
+        present=[name for name, v in named if participation[name] == PRESENT and math.prod(v.shape)],
         formerly=formerly,
     )
 

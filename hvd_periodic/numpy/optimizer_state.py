@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,12 +51,14 @@ class ArrayOptimizerState:
         trial.step(arrays, [np.zeros_like(array) for array in arrays])
         self._start = ArrayOptimizerState(trial, self._replica).entries()
 
-    def reset(self) -> None:
+    def reset(self, but: Collection[str] = ()) -> None:
         """Reset all state to that of a new optimizer: zeros, the parameters, or values from its settings."""
         of_name = dict(zip(self._replica.names, self._replica.arrays, strict=True))
         for entry, pairs in self.entries().items():
             start = dict(self._start.get(entry, ()))
             for name, array in pairs:
+                if name in but:
+                    continue
                 value = start.get(name, np.zeros_like(array))
                 array[...] = of_name[name] if (value == _MARK).all() else value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -55,10 +55,13 @@ class ArrayOuterOptimizer(CloneableOptimizer):
         self._optimizer = copy.deepcopy(self._source)
         _restrict(self._optimizer, center.layout, whole)
         self._views = (center.tensors(), gradient.tensors())
+        self._owners = [owner for owner, _, _ in center.layout.sources]
 
-    def step(self) -> None:
+    def step(self, without: Set[int] = frozenset()) -> None:
         """Take a step on the center."""
-        self._optimizer.step(*self._views)
+        centers, gradients = self._views
+        owners = zip(self._owners, gradients, strict=True)
+        self._optimizer.step(centers, [None if owner in without else gradient for owner, gradient in owners])
 
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters, by readable name."""

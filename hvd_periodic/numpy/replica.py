@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.buffers import AVERAGE, BROADCAST, LOCAL, NONE_AVERAGED, Policies, participation_of
+from hvd_periodic.buffers import BROADCAST, EXCHANGED, LOCAL, NONE_AVERAGED, PRESENT, Policies, participation_of
 from hvd_periodic.named import unique_pairs
 from hvd_periodic.numpy.complex_numbers import ComplexArrayStore, as_complex, as_real
 from hvd_periodic.numpy.sgd import Array
@@ -98,20 +98,21 @@ class NumpyReplica(HostReplica):
             self.arrays.append(array)
         named = list(zip(self.names, self.arrays, strict=True))
         participation = participation_of(parameters, named)
-        averaged, following = (
-            [pair for pair in named if participation[pair[0]] == policy] for policy in (AVERAGE, BROADCAST)
+        taking_part, following = (
+            [pair for pair in named if participation[pair[0]] in policies] for policies in (EXCHANGED, [BROADCAST])
         )
-        if not any(array.size for _, array in averaged):
-            found = f"{len(named)} parameters{NONE_AVERAGED}" if len(averaged) < len(named) else "no parameters"
+        if not any(array.size for _, array in taking_part):
+            found = f"{len(named)} parameters{NONE_AVERAGED}" if len(taking_part) < len(named) else "no parameters"
             raise ValueError(f"`model` must hold at least one element. Received: {found}")
         self.keeps_own = LOCAL in participation.values()
+        self.present = [name for name, array in named if participation[name] == PRESENT and array.size]
         following = [(name, array) for name, array in following if array.size]
-        self.exchanged = [i for i, name in enumerate(self.names) if participation[name] == AVERAGE]
+        self.exchanged = [i for i, name in enumerate(self.names) if participation[name] in EXCHANGED]
         """Indices of the arrays on which the algorithm acts."""
-        self.complex_names = [name for name, array in averaged + following if np.iscomplexobj(array)]
+        self.complex_names = [name for name, array in taking_part + following if np.iscomplexobj(array)]
         self.gradients: list[Array | None] = [None] * len(self.arrays)
         self._bucket_bytes = bucket_bytes
-        self.parameters: Store[Array] = self.store_of(averaged)
+        self.parameters: Store[Array] = self.store_of(taking_part)
         self.parameters_from_root: Store[Array] | None = self.store_of(following) if following else None
         self._signature = [(array.shape, array.dtype) for array in self.arrays]
 
@@ -127,7 +128,7 @@ class NumpyReplica(HostReplica):
 
     def facts(self) -> dict[str, object]:
         """Return names, shapes and dtypes."""
-        facts: dict[str, object] = {}
+        facts: dict[str, object] = {"parameters of those present": self.present} if self.present else {}
         for role, store in {"parameter": self.parameters, "parameter from the root": self.parameters_from_root}.items():
             arrays = [] if store is None else list(zip(store.layout.specs, store.originals(), strict=True))
             facts[f"number of {role}s"] = len(arrays)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,8 +49,8 @@ class OuterOptimizer(Hyperparameters, Protocol):
         """
         return
 
-    def step(self) -> None:
-        """Apply one step, in place."""
+    def step(self, without: Set[int] = frozenset()) -> None:
+        """Apply one step, in place, as if the tensors ``without`` a gradient, by index in the whole, had none."""
         return
 
     def state(self) -> Any:

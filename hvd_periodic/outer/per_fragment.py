@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,10 +48,10 @@ class PerFragmentOptimizer(OuterOptimizer):
         for part, fragment in zip(self.parts, self._fragments, strict=True):
             part.bind(StoreFragment(center, fragment), StoreFragment(gradient, fragment), whole)
 
-    def step(self) -> None:
+    def step(self, without: Set[int] = frozenset()) -> None:
         """Take one step with each optimizer."""
         for part in self.parts:
-            part.step()
+            part.step(without)
 
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters, which all optimizers share."""

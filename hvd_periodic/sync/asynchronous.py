@@ -18,6 +18,7 @@ from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, reset_to_center
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.planner import Plan, query
+from hvd_periodic.sync.presence import Presence
 from hvd_periodic.sync.reporting import report_exchange, with_distance
 from hvd_periodic.sync.status import ScheduleState
 from hvd_periodic.sync.tensor_groups import TensorGroups
@@ -57,6 +58,13 @@ class Asynchronous(Exchanger[V]):
         for group in groups:
             _refuse_state(group)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
+        if exchanged.replica.present:
+            if exchanged.algorithm.reads_after:
+                raise ValueError(
+                    "`parameters` can be 'present' in asynchronous exchange with elastic averaging only, since nobody "
+                    f"knows who else is present. Received: {exchanged.algorithm!r}"
+                )
+            self.presence = Presence(exchanged.replica, context.progress, fragments=1)
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
 
     @property
@@ -102,7 +110,9 @@ class Asynchronous(Exchanger[V]):
                     self.worker.resume_training()
                     reset_to_center(self.tensor_groups, context, excluded)
                 else:
-                    sent = self.worker.exchange(list(self.tensor_groups), Exchange(size, own.clock.period, gradients))
+                    presence = {} if self.presence is None else self.presence.alone(own.notes.seen)
+                    exchange = Exchange(size, own.clock.period, gradients, presence=presence)
+                    sent = self.worker.exchange(list(self.tensor_groups), exchange)
                     missed = self.worker.transport.missed
             notes = ScheduleState(memory=plan.memory)
             progress.advance(step, plan.next_exchange, notes, started, not excluded, bool(excluded), sent, missed)

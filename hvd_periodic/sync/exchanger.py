@@ -24,6 +24,7 @@ from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.handshake import Handshake
 from hvd_periodic.sync.optimizer_state import OptimizerState, OptimizerStateExchange
 from hvd_periodic.sync.planner import Plan, Planner, forecast
+from hvd_periodic.sync.presence import Presence
 from hvd_periodic.sync.progress import ProgressTracker
 from hvd_periodic.sync.tensor_groups import ExchangeSpec, TensorGroups
 from hvd_periodic.sync.warmup import SynchronousWarmup
@@ -91,6 +92,7 @@ class Exchanger(ABC, Generic[V]):
         tensor_groups: the exchanged tensors with their centers.
         finite: checks for non-finite values, which no exchange should spread.
         worker: the connection to an asynchronous center; None in synchronous exchange.
+        presence: notes which ``"present"`` parameters have gradients; None if there are none.
     """
 
     steps_agree: ClassVar[bool]
@@ -98,6 +100,7 @@ class Exchanger(ABC, Generic[V]):
     tensor_groups: TensorGroups[V]
     finite: Finite[V]
     worker: Worker | None = None
+    presence: Presence | None = None
 
     @classmethod
     def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:

@@ -140,6 +140,8 @@ class Gradients(Generic[V]):
     def prepare(self) -> None:
         """Show the gradients of this iteration to the algorithm, unless they are still averaged over all ranks."""
         self._prepared = True
+        if self.exchanger.presence is not None:
+            self.exchanger.presence.note()
         if self._algorithm.uses_gradients:
             self.show()
 
@@ -155,10 +157,11 @@ class Gradients(Generic[V]):
 
     def check(self, updated: bool) -> None:
         """Raise a RuntimeError after an update whose gradients the algorithm needed but did not see."""
-        if updated and self._algorithm.uses_gradients and not self._prepared:
+        present = self.exchanger.presence is not None
+        if updated and (self._algorithm.uses_gradients or present) and not self._prepared:
+            who = "A parameter that is 'present'" if present else type(self._algorithm).__name__
             raise RuntimeError(
-                f"{type(self._algorithm).__name__} needs every local gradient: call prepare_gradients() before each "
-                "local update, then step()"
+                f"{who} needs every local gradient: call prepare_gradients() before each local update, then step()"
             )
         if updated:
             self.assigned.see_gradients()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from hvd_periodic.algorithms.base import Exchange
@@ -43,8 +43,8 @@ class OptimizerState(Protocol[V]):
             TypeError: they cannot be determined.
         """
 
-    def reset(self) -> None:
-        """Set all entries to their initial values."""
+    def reset(self, but: Collection[str] = ()) -> None:
+        """Set all entries to their initial values, ``but`` those of some parameters, by name."""
 
 
 class OptimizerStateExchange(Generic[V]):
@@ -85,14 +85,17 @@ class OptimizerStateExchange(Generic[V]):
         return None
 
     def exchange(self, exchange: Exchange, rounds: int) -> int:
-        """Average the entries due after ``rounds`` exchanges, or reset the state; return the bytes sent."""
+        """Average the entries due after ``rounds`` exchanges, or reset the state; return the bytes sent.
+
+        The state of a ``"present"`` parameter becomes the mean over the ranks present, on all; it stays if none is.
+        """
         entries, sent = self._state.entries(), 0
         for entry, every in (self._policy.averaged(list(entries)) if entries else {}).items():
             has_elements = any(math.prod(tensor.shape) for _, tensor in entries[entry])
             if has_elements and (rounds + 1) % every == 0:
                 sent += self._group(entry, entries[entry]).exchange(exchange)
         if self._policy.resets:
-            self._state.reset()
+            self._state.reset(but=[name for name, weight in exchange.presence.items() if weight is None])
         return sent
 
     def _group(self, entry: str, pairs: Pairs) -> TensorGroup[V]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -139,6 +139,13 @@ class ProgressTracker:
             exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
         )
         self.notes = notes
+
+    def see(self, names: Sequence[str], fragments: int) -> None:
+        """Note that an update has gradients of some parameters, for each of the ``fragments``."""
+        seen = self.notes.seen or [[]] * fragments
+        more = [[*part, *(name for name in names if name not in part)] for part in seen]
+        if more != seen:
+            self.notes = replace(self.notes, seen=more)
 
     def report(self, loss: Any) -> None:
         """Note a loss of this rank.

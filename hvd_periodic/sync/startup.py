@@ -312,7 +312,7 @@ class Startup(Generic[V]):
         """Reset the counters that describe the other rank's own work."""
         progress = self._context.progress
         progress.counters = replace(progress.counters, gradients=0, exchange_seconds=0.0, bytes_sent=0)
-        progress.notes = replace(progress.notes, loss_sum=0.0, losses=0)
+        progress.notes = replace(progress.notes, loss_sum=0.0, losses=0, seen=[])
 
     def _averaging(self, steps: Sequence[int]) -> bool:
         """Return whether gradients are averaged over all ranks or within groups, given the local steps of all ranks."""

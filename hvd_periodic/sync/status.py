@@ -23,6 +23,8 @@ class ScheduleState:
         updates: local updates that had run when this rank last took part in an exchange, since training began.
         examples: examples reported since then.
         reports: number of these reports.
+        seen: for every fragment, the ``"present"`` parameters that had a gradient since its last exchange, by name;
+            empty if none had.
     """
 
     loss_sum: float = 0.0
@@ -32,6 +34,7 @@ class ScheduleState:
     updates: int = 0
     examples: float = 0.0
     reports: int = 0
+    seen: Sequence[Sequence[str]] = field(default_factory=list)
 
     @property
     def loss(self) -> float | None:

@@ -208,10 +208,22 @@ class ReplicaSynchronizer(Generic[V]):
         self.progress = self.new_progress(schedule)
         self.planner = Planner(schedule, self.membership)
         self.warmup = SynchronousWarmup(self.planner, self.progress)
-        if self.warmup.until is not None and (replica.keeps_own or replica.parameters_from_root is not None):
+        special = replica.keeps_own or replica.parameters_from_root is not None or replica.present
+        if self.warmup.until is not None and special:
             raise ValueError(
-                "`parameters` cannot be 'local' or 'broadcast' as long as gradients are averaged over the ranks that "
-                f"exchange, as in {schedule!r}: leave out PostLocal, or `parameters`"
+                "`parameters` cannot be 'local', 'broadcast' or 'present' as long as gradients are averaged over the "
+                f"ranks that exchange, as in {schedule!r}: leave out PostLocal, or `parameters`"
+            )
+        if replica.present and self.policy.touches and len(cut) > 1:
+            raise ValueError(
+                "`fragments`, `optimizer_state` and `parameters` that are 'present' cannot be combined, since a "
+                "fragment does not know who was present in the whole period: leave out one of them. Received: "
+                f"fragments={fragments}, optimizer_state={self.policy}"
+            )
+        if replica.present and self.algorithm.reduction != "sum":
+            raise ValueError(
+                "`parameters` can be 'present' only if messages are summed, and "
+                f"{type(self.algorithm).__name__} takes another reduction: {self.algorithm.reduction!r}"
             )
         follower = self.exchanged.hyperparameters
         self.handshake = Handshake(self.membership, self.progress, self.planner, follower, state, counts)

@@ -17,6 +17,7 @@ from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.fragment_plan import DueFragments, FragmentExchange, FragmentPlan, SinceLastSync
 from hvd_periodic.sync.handshake import Weight
 from hvd_periodic.sync.piggyback import PiggybackedMessages
+from hvd_periodic.sync.presence import Presence
 from hvd_periodic.sync.reporting import report_exchange, with_distance
 from hvd_periodic.sync.status import GlobalStatus, LocalStatus, ScheduleState
 from hvd_periodic.sync.tensor_groups import TensorGroups
@@ -55,6 +56,8 @@ class Synchronous(Exchanger[V]):
         groups = exchanged.groups(tensors, placements, membership, self.overlapped, context.wire, context.bounds)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.piggyback = PiggybackedMessages(self.tensor_groups, exchanged.replica, membership)
+        if exchanged.replica.present:
+            self.presence = Presence(exchanged.replica, context.progress, len(context.fragments))
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
         self._bind()
 
@@ -105,6 +108,8 @@ class Synchronous(Exchanger[V]):
             own = self._local_status(purpose)
             expected = self._expected(own, purpose)
             piggyback = None if expected is None else self.piggyback.pack(expected)
+            if self.presence is not None:
+                piggyback = self.presence.packed(own.notes.seen)
             with context.exchanged.replica.range("hvd_periodic.meeting"):
                 records, piggybacks = context.handshake.handshake_with(purpose, own, piggyback)
 
@@ -112,15 +117,21 @@ class Synchronous(Exchanger[V]):
             plan = context.planner.next_plan(agreed)
             self._follow(agreed.settings)
             due = self._due(agreed, own)
-            if piggyback is not None and agreed.weights is None:
+            if self.presence is not None:
+                communicator = context.membership.communicator
+                due = self.presence.weighed(due, communicator.select(piggybacks), communicator.rank, agreed.weights)
+            elif piggyback is not None and agreed.weights is None:
                 self.piggyback.deliver(records, piggybacks)
             with context.handshake.remember_failure(own.counters.local_steps):
                 sent = _BYTES_OF_RECORD + self._exchange_tensors(agreed, due, own)
+                sent += 0 if self.presence is None or piggyback is None else piggyback.nbytes
 
             next_exchange = agreed.step + plan.next_exchange - agreed.clock.step
             fresh = ScheduleState(updates=own.counters.local_steps - own.counters.skipped_updates)
-            notes = replace(fresh if due.completes else own.notes, memory=plan.memory, since=due.since)
             exchanged, excluded = bool(due.turns), own.excluded is not None
+            seen = [] if self.presence is None or excluded else self.presence.after(own.notes.seen, due)
+            notes = fresh if due.completes else own.notes
+            notes = replace(notes, memory=plan.memory, since=due.since, seen=seen)
             progress.advance(agreed.step, next_exchange, notes, started, exchanged, excluded, sent)
             context.handshake.notify_followers()
             report_exchange(self, own, context.handshake.ready_at, context.handshake.wait_seconds, due.completes)

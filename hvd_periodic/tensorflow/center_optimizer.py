@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
@@ -169,9 +169,11 @@ class CenterOptimizer:
         elif self._given_rate is not None:
             self.optimizer.learning_rate = tf.convert_to_tensor(self._given_rate)  # it would adopt a variable
 
-    def step(self) -> None:
-        """Move the centers by their gradients."""
-        self.optimizer.apply([tf.convert_to_tensor(gradient) for gradient in self._gradients], self._centers)
+    def step(self, passed_over: Collection[int] = ()) -> None:
+        """Move the centers by their gradients, except those ``passed_over``, by index."""
+        moved = [i for i in range(len(self._centers)) if i not in passed_over]
+        gradients = [tf.convert_to_tensor(self._gradients[i]) for i in moved]
+        self.optimizer.apply(gradients, [self._centers[i] for i in moved])
 
     def constants(self) -> dict[str, object]:
         """Return the settings that a compiled :meth:`step` would contain as constants."""

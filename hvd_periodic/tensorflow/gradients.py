@@ -42,7 +42,8 @@ class GradientPreparation:
         self._synchronizer.replica.with_gradients.update(map(self._index_of, present))
         gradients = self._averaged(gradients, variables)
         updated, scale = self._updates(gradients)
-        if self._synchronizer.algorithm.uses_gradients and updated is not False:
+        shows = self._synchronizer.algorithm.uses_gradients or self._synchronizer.replica.present
+        if shows and updated is not False:
             gradients = self._shown(gradients, variables, updated, scale)
         return gradients, updated
 

@@ -83,7 +83,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     def new_progress(self, schedule: Schedule) -> VariableProgress:
         """Return counters in variables."""
-        return VariableProgress(self._new_variable, schedule, self._rate, self._values, self._lands)
+        present = self.replica.present
+        return VariableProgress(self._new_variable, schedule, self._rate, self._values, self._lands, present)
 
     def join(self, communicator: Communicator, root: int, name: str) -> None:
         """Join these ranks in place of the previous ones, under this prefix of names; does not communicate."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -75,12 +75,14 @@ class KerasOptimizerState:
                 f"({type(error).__name__}: {error})"
             ) from error
 
-    def reset(self) -> None:
+    def reset(self, but: Collection[str] = ()) -> None:
         """Reset all state to that of a new optimizer: zeros, the variables, or values from its settings."""
         of_name, values = dict(self._replica.named.parameters), self._replica.values
         for entry, pairs in self.entries().items():
             start = self._start.get(entry, 0.0)
             for name, variable in pairs:
+                if name in but:
+                    continue
                 parameter = values.read(of_name[name])
                 value = parameter if start is None else np.full(parameter.shape, start)
                 values.write(variable, value.astype(variable.dtype.as_numpy_dtype))

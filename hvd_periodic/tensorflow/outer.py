@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import keras
@@ -49,6 +49,7 @@ class VariableOuterOptimizer(FollowsRate):
         self._gradient: Store[Any]
         self._buckets: list[Bucket]
         self._blocks: list[Bucket]
+        self._owned: list[int] = []
         self._compiled: tuple[dict[str, object], Callable[..., list[tf.Tensor]]] | None = None
         self._parameters = list(parameters)
         self._host: tuple[list[np.ndarray], list[np.ndarray]] | None = None
@@ -86,20 +87,22 @@ class VariableOuterOptimizer(FollowsRate):
             self._center, self._gradient = center.store, gradient.store
             self._buckets = [self._center.layout.buckets[bucket.index] for bucket in self._buckets]
         self._blocks = [block for bucket in self._buckets for block in blocks_of(bucket)]
+        self._owned = [owner for owner, _, _ in center.layout.sources]
         self._compiled = None
 
-    def step(self) -> None:
+    def step(self, without: Set[int] = frozenset()) -> None:
         """Apply one step."""
         values = self._values
+        passed_over = [i for i, owner in enumerate(self._owned) if owner in without]
         if self._host is not None:
             self._moved.step_host(*self._host)
         elif not all(map(values.holds, self._gradient.tensors())):
-            self._moved.step()
-        elif several_threads() and not values.changed(self._center, self._blocks):
+            self._moved.step(passed_over)
+        elif several_threads() and not passed_over and not values.changed(self._center, self._blocks):
             self._step_compiled()
         else:
             values.release()
-            self._moved.step()
+            self._moved.step(passed_over)
 
     def _step_compiled(self) -> None:
         """Apply one compiled step while arrays represent the variables.

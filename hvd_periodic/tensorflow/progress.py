@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, fields
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,9 @@ MEMORY = "memory."
 SINCE = "since"
 """Name of the steps and gradients since every fragment's last exchange."""
 
+SEEN = "seen"
+"""Name of what says, for every fragment, which ``"present"`` parameters had a gradient since its last exchange."""
+
 _PER_FRAGMENT = len(SinceLastSync._fields)
 
 _NEVER = 2**63 - 1
@@ -50,6 +53,7 @@ class VariableProgress(ProgressTracker):
     Args:
         learning_rate: returns the local optimizer's learning rate; in a graph, it may be a tensor.
         lands: whether exchanges may be in flight during local steps.
+        present: names of the ``"present"`` parameters.
 
     Attributes:
         variables: variables of the counters, by name.
@@ -63,6 +67,7 @@ class VariableProgress(ProgressTracker):
         learning_rate: Callable[[], Any] | None,
         values: HostValues,
         lands: bool,
+        present: Sequence[str] = (),
     ) -> None:
         self._of_session = in_session()
         self._landing: tf.Variable | None = None
@@ -74,6 +79,7 @@ class VariableProgress(ProgressTracker):
         self._new_variable, self._remembers, self._values = new_variable, schedule.remembers, values
         self._first_memory: Mapping[str, float] = {}
         self._fragments = schedule.fragments if isinstance(schedule, FragmentSchedule) else 1
+        self._present = list(present)
         self.learning_rate = learning_rate
         self.variables: dict[str, tf.Variable] = {}
         self.note_variables: dict[str, tf.Variable] = {}
@@ -92,6 +98,8 @@ class VariableProgress(ProgressTracker):
             self.note_variables[MEMORY + name] = self._new_variable(f"{MEMORY}{name}", (), tf.float64, first)
         if self._fragments > 1:
             self.note_variables[SINCE] = self._new_variable(SINCE, (self._fragments, _PER_FRAGMENT), tf.int64, 0)
+        if self._present:
+            self.note_variables[SEEN] = self._new_variable(SEEN, (self._fragments, len(self._present)), tf.int64, 0)
 
     @property
     def counters(self) -> Counters:
@@ -115,12 +123,16 @@ class VariableProgress(ProgressTracker):
             kept = {name: self._values.read(variable).tolist() for name, variable in self.note_variables.items()}
         (loss_sum,), (losses,) = kept.get("loss_sum", [0.0]), kept.get("losses", [0])
         memory = {name: kept[MEMORY + name][0] for name in self._remembers if MEMORY + name in kept}
-        since = kept.get(SINCE, [])
+        since, seen = kept.get(SINCE, []), kept.get(SEEN, [])
+        rows = [seen[i : i + len(self._present)] for i in range(0, len(seen), len(self._present) or 1)]
         return ScheduleState(
             loss_sum,
             losses,
             {name: value for name, value in memory.items() if not np.isnan(value)},
             [since[i : i + _PER_FRAGMENT] for i in range(0, len(since), _PER_FRAGMENT)] if any(since) else (),
+            seen=[[name for name, bit in zip(self._present, row, strict=True) if bit] for row in rows]
+            if any(seen)
+            else [],
         )
 
     @notes.setter
@@ -128,8 +140,17 @@ class VariableProgress(ProgressTracker):
         numbers: dict[str, Any] = {MEMORY + name: notes.memory.get(name) for name in self._remembers}
         numbers |= {"loss_sum": notes.loss_sum, "losses": notes.losses}
         numbers[SINCE] = list(chain(*(notes.since or [SinceLastSync()] * self._fragments)))
+        numbers[SEEN] = [[name in part for name in self._present] for part in notes.seen or [()] * self._fragments]
         for name, variable in self.note_variables.items():
             self._set(variable, numbers[name])
+
+    def see(self, names: Sequence[str], fragments: int) -> None:
+        """Note that an update has gradients of some parameters; also in a graph."""
+        variable, mask = self.note_variables[SEEN], [[name in names for name in self._present]] * fragments
+        if self._values.holds(variable):
+            self._set(variable, np.maximum(self._values.read(variable).reshape(fragments, -1), mask))
+        else:
+            variable.assign(tf.maximum(variable, tf.constant(mask, variable.dtype)))
 
     @property
     def landing(self) -> int | None:

@@ -96,6 +96,10 @@ class VariableReplica(NamedReplica):
         """Return the parameters, among the given ones, that have had a gradient."""
         return {i for i in among if self.positions[i] in self.with_gradients}
 
+    def with_gradient_now(self, among: Set[int]) -> Set[int]:
+        """Return the parameters, among the given ones, that have a gradient in this step or in the one compiled now."""
+        return {i for i in among if self.gradients[self.positions[i]] is not None}
+
     def some_of(self, tensor: Any) -> np.ndarray:
         """Return a sample of the elements; eagerly."""
         held = isinstance(tensor, tf.Variable) and self.values.holds(tensor)

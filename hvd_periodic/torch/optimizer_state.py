@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,11 @@ class TorchOptimizerState:
         self._start: dict[str, float | None] = {}
 
     def entries(self) -> Mapping[str, Sequence[tuple[str, torch.Tensor]]]:
-        """Return the state by the optimizer's keys, such as ``exp_avg``."""
+        """Return the state by the optimizer's keys, such as ``exp_avg``.
+
+        An optimizer has no state for a parameter before its first gradient. As other ranks may have had one of a
+        ``"present"`` parameter, zeros stand in, which nothing else reads.
+        """
         kept = [
             (name, parameter, key, value)
             for name, parameter in zip(self._replica.names, self._replica.tensors, strict=True)
@@ -40,7 +44,20 @@ class TorchOptimizerState:
         for name, parameter, key, value in kept:
             if value.shape == parameter.shape and key not in counters:
                 entries.setdefault(key, []).append((name, value))
-        return {key: entries[key] for key in sorted(entries)}
+        return {key: self._completed(key, entries[key]) for key in sorted(entries)}
+
+    def _completed(self, key: str, pairs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Return an entry with zeros for the present parameters that have no state yet, in the order of parameters."""
+        state, present, found = self._optimizer.state, set(self._replica.present), dict(pairs)
+        of_name = dict(zip(self._replica.names, self._replica.tensors, strict=True))
+        for group in self._optimizer.param_groups:
+            members = {id(parameter) for parameter in group["params"]}
+            names = [name for name, parameter in of_name.items() if id(parameter) in members]
+            begun = [name for name in names if state.get(of_name[name])]
+            if not begun or any(name in found for name in begun):
+                missing = [name for name in names if name in present and not state.get(of_name[name])]
+                found |= {name: torch.zeros_like(of_name[name]) for name in missing}
+        return [(name, found[name]) for name in of_name if name in found]
 
     def store(self, pairs: Sequence[tuple[str, Any]]) -> Store[torch.Tensor]:
         """Return tensors as a store."""
@@ -58,19 +75,21 @@ class TorchOptimizerState:
             ) from error
 
     @torch.no_grad()
-    def reset(self) -> None:
+    def reset(self, but: Collection[str] = ()) -> None:
         """Set all entries to those of a new optimizer: zeros, the parameters, or values from its settings."""
         of_name = dict(zip(self._replica.names, self._replica.tensors, strict=True))
         for key, pairs in self.entries().items():
             start = self._start.get(key, 0.0)
             for name, tensor in pairs:
+                if name in but:
+                    continue
                 if start is None:
                     tensor.copy_(of_name[name])
                 else:
                     as_real(tensor).fill_(start)  # Optimizers fill both parts, as Adagrad does.
         if isinstance(self._optimizer, torch.optim.SGD):  # Momentum starts as None, not as zeros.
-            for parameter in self._replica.tensors:
-                if "momentum_buffer" in self._optimizer.state.get(parameter, {}):
+            for name, parameter in of_name.items():
+                if name not in but and "momentum_buffer" in self._optimizer.state.get(parameter, {}):
                     self._optimizer.state[parameter]["momentum_buffer"] = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -92,7 +92,8 @@ class TorchOuterOptimizer(CloneableOptimizer):
         like: list[list[torch.Tensor]] = []
         self._groups: list[int] = []
         centers_of: dict[int, list[torch.Tensor]] = {id(parameter): [] for parameter in self._parameters}
-        for (owner, _, _), of_center in zip(center.layout.sources, centers, strict=True):
+        self._owned = [(owner, c) for (owner, _, _), c in zip(center.layout.sources, centers, strict=True)]
+        for owner, of_center in self._owned:
             centers_of[id(self._parameters[owner])].append(of_center)
         for index, group in enumerate(self._original_groups()):
             present = [p for p in group["params"] if id(p) in centers_of]
@@ -162,12 +163,17 @@ class TorchOuterOptimizer(CloneableOptimizer):
         """Use these hyper-parameters of all groups for the next step."""
         self._followed = settings or []
 
-    def step(self) -> None:
+    def step(self, without: Set[int] = frozenset()) -> None:
         """Take one step on the centers, with their gradients."""
         self._follow()
+        passed_over = [(of_center, of_center.grad) for owner, of_center in self._owned if owner in without]
+        for of_center, _ in passed_over:
+            of_center.grad = None
         for group, followed in zip(self.optimizer.param_groups, self._followed, strict=False):
             group.update({key: _on_device_of(value, group.get(key)) for key, value in followed.items()})
         in_train_mode(self.optimizer).step()
+        for of_center, gradient in passed_over:
+            of_center.grad = gradient
         self._modes.evaluate()
 
     def state(self) -> Any:

@@ -12,7 +12,16 @@ import numpy as np
 import torch
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM, NONE_AVERAGED, is_of_random_generator
+from hvd_periodic.buffers import (
+    AVERAGE,
+    BROADCAST,
+    EXCHANGED,
+    LOCAL,
+    MAXIMUM,
+    NONE_AVERAGED,
+    PRESENT,
+    is_of_random_generator,
+)
 from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.torch.dtypes import COMPLEX, INTEGERS, REALS, as_real
 from hvd_periodic.torch.model import NamedTensors
@@ -79,13 +88,14 @@ class TorchReplica(Replica[torch.Tensor]):
         common = [(n, p) for n, p in named.parameters if n not in self.local_names]
         ours = [(n, p) for n, p in common if self._held is None or id(p) in self._held]
         trained = [(n, p) for n, p in ours if p.requires_grad]
-        taking_part = [(n, p) for n, p in trained if named.participation.get(n, AVERAGE) == AVERAGE]
+        taking_part = [(n, p) for n, p in trained if named.participation.get(n, AVERAGE) in EXCHANGED]
+        self.present = [n for n, p in taking_part if named.participation.get(n) == PRESENT and p.numel()]
         following = [(n, p) for n, p in trained if named.participation.get(n) == BROADCAST and p.numel()]
         if not any(parameter.numel() for _, parameter in taking_part):
             raise ValueError(
                 "`model` must hold at least one trainable parameter. Received: "
                 f"{len(named.parameters)} parameters, none of them trainable and with elements"
-                f"{NONE_AVERAGED if set(named.participation.values()) - {AVERAGE} else ''}"
+                f"{NONE_AVERAGED if set(named.participation.values()) - set(EXCHANGED) else ''}"
             )
         for name, parameter in trained:
             if parameter.dtype not in REALS and parameter.dtype not in COMPLEX:
@@ -152,6 +162,8 @@ class TorchReplica(Replica[torch.Tensor]):
             "bucket_bytes": self.bucket_bytes,
             "center_device": self.center_device,
         }
+        if self.present:
+            facts["parameters of those present"] = self.present
         for role, store in stores.items():
             tensors = [] if store is None else list(zip(store.layout.specs, store.originals(), strict=True))
             facts[f"number of {role}s"] = len(tensors)

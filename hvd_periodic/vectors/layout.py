@@ -11,11 +11,14 @@ span several buckets, and a bucket may hold several tensors: a *piece* is the in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
+from typing import TypeVar, cast
+
+T = TypeVar("T")
 
 DEFAULT_BUCKET_BYTES = 16 * 2**20
 """Large enough for bandwidth, small enough that computing the next bucket overlaps with sending this one."""
@@ -198,6 +201,28 @@ class Layout:
         """Return the arena of a tensor and the first and past-the-last element of the tensor in it."""
         offset = self.offsets[tensor]
         return self.specs[tensor].kind, offset, offset + self.specs[tensor].size
+
+    def constant_ranges(self, bucket: Bucket, value_of: Callable[[int], T]) -> Iterator[tuple[int, int, T]]:
+        """Yield the ranges of a bucket whose tensors have one value: first and past-the-last element, and the value.
+
+        Args:
+            bucket: a bucket of this layout, or a part of one.
+            value_of: returns the value of a tensor of the layout that this one restricts, given its index there.
+
+        Example:
+            >>> layout = Layout([TensorSpec(name, (2,), "f4", 4) for name in "abc"])
+            >>> list(layout.constant_ranges(layout.buckets[0], {0: "x", 1: "x", 2: "y"}.__getitem__))
+            [(0, 4, 'x'), (4, 6, 'y')]
+        """
+        start, value = 0, None
+        for piece in bucket.pieces:
+            of_piece = value_of(self.sources[piece.tensor][0])
+            if piece.offset > start and of_piece is not value and of_piece != value:
+                yield start, piece.offset, cast(T, value)
+                start = piece.offset
+            value = of_piece
+        if bucket.size:
+            yield start, bucket.size, cast(T, value)
 
     def _cut(self, sizes: Mapping[str, Sequence[int]]) -> tuple[Bucket, ...]:
         """Return buckets of the given sizes, by kind."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -11,6 +11,7 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.spellings import RenamedAttribute
 from hvd_periodic.vectors.coding import Coding
 from hvd_periodic.vectors.layout import Bucket
+from hvd_periodic.vectors.space import VectorSpace
 from hvd_periodic.vectors.store import Store
 
 V = TypeVar("V")
@@ -25,19 +26,40 @@ class Reduce(Protocol):
 
 @dataclass(frozen=True)
 class Residual(Generic[V]):
-    """The unsent part of the messages, or of the sums that a rank forms for the others, of one bucket."""
+    """The unsent part of the messages, or of the sums that a rank forms for the others, of one bucket.
+
+    Attributes:
+        store: the residuals of all buckets.
+        bucket: the bucket.
+        space: the verbs of the front end.
+        waiting: ranges of elements that do not travel this time: they keep their residual.
+    """
 
     store: Store[V]
     bucket: Bucket
+    space: VectorSpace[V]
+    waiting: Sequence[tuple[int, int]] = ()
 
     def read(self) -> V:
-        """Return the residual."""
-        return self.store.read(self.bucket)
+        """Return the residual to send; zeros where it waits."""
+        residual = self.store.read(self.bucket)
+        return self.space.sub(residual, self._kept()) if self.waiting else residual
 
     def write(self, value: V) -> None:
         """Replace the residual, which is added to the next message or sum."""
+        if self.waiting:
+            value = self.space.axpy(1.0, self._kept(), value)
         if self.bucket.size:
             self.store.write(self.bucket, value)
+
+    def _kept(self) -> V:
+        """Return the residual where it waits, and zeros elsewhere."""
+        residual: Any = self.store.read(self.bucket)
+        parts, end = [], 0
+        for start, stop in self.waiting:
+            parts += [self.space.zeros_like(residual[end:start]), residual[start:stop]]
+            end = stop
+        return self.space.concatenate([*parts, self.space.zeros_like(residual[end:])])
 
 
 @dataclass(frozen=True)

@@ -321,6 +321,35 @@ def elastic_in_turn(mode: str) -> Any:
 
 
 @on_all(transports)
+def present_in_turn(mode: str) -> Any:
+    """As ``elastic_in_turn``, with an expert of which every third turn has a gradient."""
+    body, expert = (torch.nn.Parameter(torch.zeros(5, dtype=torch.float64)) for _ in range(2))
+    with transport(mode):
+        optimizer = hvdp.ElasticAverageOptimizer(
+            torch.optim.SGD([body, expert], lr=1.0),
+            [("body", body), ("expert", expert)],
+            1,
+            0.25,
+            asynchronous=True,
+            center=MODES[mode][1],
+            parameters={"expert": "present"},
+        )
+    optimizer.synchronizer.begin()
+    order, seen = turns(11), []
+    for place, turn in enumerate(order):
+        if turn == hvd.rank():
+            body.grad, expert.grad = (torch.full((5,), -1.0 - 2 * hvd.rank()).double() for _ in range(2))
+            if place % 3:
+                expert.grad = None
+            optimizer.step()
+        hvd.barrier()
+        seen.append([(x.tolist(), center_of([x], optimizer).tolist()) for x in (body, expert)])
+        hvd.barrier()
+    optimizer.synchronizer.finalize()
+    return {"order": order, "seen": seen}
+
+
+@on_all(transports)
 def left_out_in_turn(mode: str) -> Any:
     """The last rank's third gradient is NaN: it starts again from the center."""
     results: dict[str, Any] = {}

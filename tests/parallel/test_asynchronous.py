@@ -193,6 +193,25 @@ def test_elastic_averaging_in_turn(ranks: Reports) -> None:
     check_elastic_in_turn(ranks, MODES)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_of_those_present(ranks: Reports, mode: str) -> None:
+    """Who has no gradient of the expert is pulled, and does not move its center."""
+    reports = column(ranks, "present_in_turn", mode)
+    order = reports[0]["order"]
+    for which in range(2):
+        x, c = [0.0] * len(ranks), 0.0
+        for place, turn in enumerate(order):
+            present = not (which and place % 3)
+            x[turn] += (1.0 + 2 * turn) * present
+            difference = x[turn] - c
+            x[turn] -= RATE * difference
+            c += RATE * difference * present
+            for rank, report in enumerate(reports):
+                found_x, found_c = report["seen"][place][which]
+                assert found_x == pytest.approx([x[rank]] * 5, rel=1e-12)
+                assert found_c == pytest.approx([c] * 5, rel=1e-12)
+
+
 def test_staleness(ranks: Reports) -> None:
     check_staleness(ranks, MODES)
 

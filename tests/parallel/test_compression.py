@@ -14,6 +14,7 @@ import pytest
 
 from tests import compression_oracle as slow
 from tests import oracle
+from tests import presence_oracle as present
 from tests.overlap_oracle import PERIOD
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import Scenarios, attempt, column, rotated
@@ -93,6 +94,51 @@ def test_agreement_with_a_slow_oracle(ranks: list[dict[str, Any]]) -> None:
         for rank, (seen, _) in enumerate(reports):
             expected = [of_ranks[rank] for of_ranks in steps]
             assert np.array(seen) == pytest.approx(np.array(expected), rel=tolerance, abs=tolerance), (case, rank)
+
+
+@scenario
+def present_experts() -> Any:
+    """An expert of which ranks have gradients at some steps only: x after every step; with wires, the center."""
+    results = {}
+    ways: dict[str, dict[str, Any]] = {"none": {}, "sharded": {"center": "sharded"}}
+    ways |= {wire: {"compression": compression} for wire, compression in WIRES.items()}
+    for name in ("average", "diloco", "easgd"):
+        for way, options in ways.items():
+            body, expert = (torch.nn.Parameter(torch.full((2,), 1.0, dtype=torch.float64)) for _ in range(2))
+            inner = torch.optim.SGD([body, expert], lr=present.RATE, momentum=present.MOMENTUM)
+            named = [("body", body), ("expert", expert)]
+            algorithm = hvdp.EASGD(0.25, rho=0.5) if name == "easgd" else ALGORITHMS[name]()
+            optimizer = hvdp.PeriodicOptimizer(
+                inner, named, algorithm, PERIOD, parameters={"expert": "present"}, **options
+            )
+            seen = []
+            for step in range(1, oracle.STEPS + 1):
+                for x in (body, expert):
+                    x.grad = (0.5 + 0.25 * hvd.rank()) * (x.detach() - (1.5 - hvd.rank()))
+                if not present.uses(hvd.rank(), step, 0):
+                    expert.grad = None
+                optimizer.step()
+                seen.append(expert.tolist())
+            with optimizer.center():
+                results[f"{name} {way}"] = [seen, expert.tolist()]
+    return results
+
+
+def test_parameters_of_those_present(ranks: list[dict[str, Any]]) -> None:
+    for case in ranks[0]["present_experts"]:
+        name, _, way = case.partition(" ")
+        element = present.Element(1.0, len(ranks), name)
+        exchanges = range(PERIOD, oracle.STEPS + 1, PERIOD)
+        steps = present.trajectory(element, oracle.STEPS, exchanges, lambda i, t: present.uses(i, t, 0))
+        reports = column(ranks, "present_experts", case)
+        assert [center for _, center in reports] == [reports[0][1]] * len(ranks), f"one center of {case}, to the bit"
+        if way == "topk":  # Half of what there is to say comes later.
+            continue
+        tolerance = {"rel": 1e-12} if way in ("none", "sharded") else {"abs": 0.02}
+        assert reports[0][1] == pytest.approx([element.center] * 2, **tolerance), case
+        for rank, (seen, _) in enumerate(reports):
+            for of_step, of_ranks in zip(seen, steps, strict=True):
+                assert of_step == pytest.approx([of_ranks[rank]] * 2, **tolerance), (case, rank)
 
 
 @scenario

@@ -68,6 +68,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     '`buffers="broadcast"`': {"buffers": "broadcast"},
     '`parameters` with `"local"`': {"parameters": lambda name, _: "local" if "b" in name else None},
     '`parameters` with `"broadcast"`': {"parameters": lambda name, _: "broadcast" if "b" in name else None},
+    '`parameters` with `"present"`': {"parameters": lambda name, _: "present" if "b" in name else None},
     "`run_log`": {"run_log": "log"},
     "`root_rank`": {"root_rank": 0},
 }

@@ -226,7 +226,7 @@ def test_a_local_parameter_that_is_not_finite_is_the_rank_s_own_affair() -> None
     ("parameters", "kind", "text"),
     [
         ({"heads.*": "local"}, ValueError, r"pattern that matches no parameter: 'heads\.\*'\. There are x, own"),
-        ({"x": "maximum"}, ValueError, "`parameters['x']` must be one of ('average', 'broadcast', 'local')"),
+        ({"x": "maximum"}, ValueError, "`parameters['x']` must be one of ('average', 'broadcast', 'local', 'present')"),
         ("sometimes", ValueError, "Received: parameters='sometimes'"),
         (3, TypeError, "Received: int"),
         ({0: "local"}, TypeError, "Patterns of `parameters` must be strings. Received: 0"),
@@ -267,9 +267,7 @@ def test_asynchronous_exchange_has_local_parameters_and_none_of_the_root() -> No
 
 def test_a_warmup_that_averages_all_gradients_is_refused() -> None:
     schedule = PostLocal(start=2, period=2).around_averaging()
-    with pytest.raises(
-        ValueError, match="`parameters` cannot be 'local' or 'broadcast' as long as gradients are avera"
-    ):
+    with pytest.raises(ValueError, match="`parameters` cannot be 'local', 'broadcast' or 'present' as long as"):
         PeriodicOptimizer(
             SGD(1.0), {"x": np.zeros(1), "own": np.zeros(1)}, Averaging(), schedule, parameters={"own": "local"}
         )

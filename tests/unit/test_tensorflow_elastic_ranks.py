@@ -378,3 +378,35 @@ def test_a_rank_joins_after_the_rate_of_the_center_has_decayed(moving: bool, ins
     one, joined = together([together([make], first)[0], make], again)
     assert one == joined
     assert one[0] == (0.25 if moving else 0.0625)
+
+
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_presence_is_committed(center: str) -> None:
+    """Of the ranks that are left, one had a gradient in the period that was committed: all take its replica."""
+    committed = {}
+
+    def step(worker: Worker, ranks: Sequence[int]) -> None:
+        if HERE.communicator.rank in ranks:
+            worker.train(1)
+        else:
+            worker.optimizer.synchronizer.step(updated=False)
+
+    def first(worker: Worker) -> Worker:
+        worker.state.sync()
+        for ranks in ([0, 1, 2, 3], [], [1, 2]):
+            step(worker, ranks)
+        worker.state.commit()
+        committed[HERE.communicator.rank] = worker.x
+        step(worker, [0, 3])
+        return worker
+
+    def again(worker: Worker) -> list[float]:
+        worker.begin_again()
+        step(worker, [])
+        return worker.x
+
+    def make() -> Worker:
+        return new(hvdp.Averaging, center=center, parameters={"*": "present"})
+
+    zero, one, _, _ = together([make] * 4, first)  # They have the copies of the shares of ranks 2 and 3.
+    assert together([zero, make, one], again) == [pytest.approx(committed[1])] * 3

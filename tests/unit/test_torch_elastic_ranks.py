@@ -590,3 +590,35 @@ def test_who_joins_takes_over_settings_and_no_steps(algorithm: Any) -> None:
 
     workers = together([make] * 2, first)
     assert together([*workers, make], again) == [(0.05, 3), (0.05, 3), (0.05, None)]
+
+
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_presence_is_committed(center: str) -> None:
+    """Of the ranks that are left, one had a gradient in the period that was committed: all take its replica."""
+    committed = {}
+
+    def step(worker: Worker, ranks: Sequence[int]) -> None:
+        rank = HERE.communicator.rank
+        worker.model.x.grad = worker.model.x.detach() - float(rank + 1) if rank in ranks else None
+        worker.optimizer.step()
+
+    def first(worker: Worker) -> Worker:
+        worker.state.sync()
+        for ranks in ([0, 1, 2, 3], [], [1, 2]):
+            step(worker, ranks)
+        worker.state.commit()
+        committed[HERE.communicator.rank] = worker.model.x.tolist()
+        step(worker, [0, 3])
+        return worker
+
+    def again(worker: Worker) -> list[float]:
+        worker.begin_again()
+        step(worker, [])
+        found: list[float] = worker.model.x.tolist()
+        return found
+
+    def make() -> Worker:
+        return new(hvdp.Averaging, center=center, parameters={"x": "present"})
+
+    zero, one, _, _ = together([make] * 4, first)  # They have the copies of the shares of ranks 2 and 3.
+    assert together([zero, make, one], again) == [pytest.approx(committed[1])] * 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from numbers import Number
 from types import MappingProxyType
 from typing import Any
@@ -95,11 +95,11 @@ class GraphOuterOptimizer(VariableOuterOptimizer):
             if _is_given(name, value)
         }
 
-    def step(self) -> None:
+    def step(self, without: Set[int] = frozenset()) -> None:
         """Apply the gradient to the center."""
         values = self._values
         if not self.is_in_session:
-            super().step()
+            super().step(without)
             return
         if not self._center.tensors():
             return
