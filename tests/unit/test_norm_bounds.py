@@ -257,6 +257,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no outer step": ({"max_mean_norm": 1.0}, ValueError, "`max_mean_norm` is for algorithms whose center takes"),
     "asynchronous": ({"max_message_norm": 1.0, "asynchronous": True}, ValueError, "`max_message_norm` is for synchr"),
     "asynchronous mean": ({"max_mean_norm": 1.0, "asynchronous": True}, ValueError, "`max_mean_norm` is for synchr"),
+    "present": (
+        {"max_message_norm": 1.0, "parameters": {"x": "present"}},
+        ValueError,
+        r"`parameters` makes some of it 'present' on some ranks only.*message=1\.0",
+    ),
 }
 
 
