@@ -13,6 +13,9 @@ from hvd_periodic.vectors.layout import Bucket, Layout
 
 V = TypeVar("V")
 
+AS_EVER = -1.0
+"""In place of a weight, for tensors to which all workers contribute: ``exchange.weight`` holds."""
+
 
 class ByRange(Generic[V]):
     """Calls an algorithm for one range of a bucket after another, in each of which it knows one rate and one weight.
@@ -34,8 +37,8 @@ class ByRange(Generic[V]):
 
         The layout is the whole, or this rank's shard.
         """
-        specs, weight = self._whole.specs, 1.0 if exchange.weight is None else exchange.weight
-        return list(layout.constant_ranges(part, lambda i: exchange.presence.get(specs[i].name, weight)))
+        specs = self._whole.specs
+        return list(layout.constant_ranges(part, lambda i: exchange.presence.get(specs[i].name, AS_EVER)))
 
     def weighed(self, part: Bucket, message: V, exchange: Exchange) -> V:
         """Return the message to send: zeros where this worker is absent, otherwise as :meth:`Algorithm.weighed`."""
@@ -43,7 +46,8 @@ class ByRange(Generic[V]):
         for start, stop, weight in self.weights(self._whole, part, exchange):
             of_range = cast(Any, message)[start:stop]
             if weight:
-                weighed.append(self._algorithm.weighed(space, of_range, replace(exchange, weight=weight)))
+                known = exchange if weight == AS_EVER else replace(exchange, weight=weight)
+                weighed.append(self._algorithm.weighed(space, of_range, known))
             else:
                 weighed.append(space.zeros_like(of_range))
         return space.concatenate(weighed)
@@ -111,7 +115,7 @@ class ByRange(Generic[V]):
         of_rates: Iterable[tuple[int, int, Any]] = [(0, shard.size, None)]
         if rates is not None:
             of_rates = rates.constant_ranges(layout, shard)
-        weights = self.weights(layout, shard, exchange) if exchange.presence else [(0, shard.size, 1.0)]
+        weights = self.weights(layout, shard, exchange) if exchange.presence else [(0, shard.size, AS_EVER)]
         for start, stop, rate in of_rates:
             for first, last, weight in weights:
                 if max(start, first) < min(stop, last):

@@ -192,7 +192,7 @@ class Synchronous(Exchanger[V]):
                 last = due.turns[-1].exchange
                 if agreed.states_are_there and context.optimizer_state is not None:
                     sent += context.optimizer_state.exchange(last, due.periods)
-                sent += groups.exchange_statistics(last)
+                sent += groups.exchange_statistics(replace(last, presence={}))
             sent += sum(self._send(turn, agreed.step, agreed.training) for turn in due.turns)
         self._constrain()
         if context.audit_every and (context.progress.rounds + 1) % context.audit_every == 0:

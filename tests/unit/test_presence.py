@@ -428,6 +428,29 @@ def test_an_excluded_rank_is_absent() -> None:
     assert run_ranks(3, work) == [([[1.0], [1.0]], [[2.0], [1.0]])] * 3
 
 
+@pytest.mark.parametrize("algorithm", ["average", "slowmo", "easgd"])
+def test_other_parameters_are_exchanged_as_ever(algorithm: str) -> None:
+    """To the bit, also where the root weighs nothing: the others take its values all the same."""
+
+    def work(communicator: Communicator, policy: str) -> Any:
+        rank, seen = communicator.rank, []
+        model = {name: np.full(2, 1.0 + rank) for name in ("x", "led", "expert")}
+        options: dict[str, Any] = {"parameters": {"led": "broadcast", "expert": policy}}
+        options |= {} if algorithm == "easgd" else {"weight": float(rank)}
+        optimizer = made(model, communicator, algorithm, **options)
+        for step in range(6):
+            gradients = {name: x * (1 + rank) for name, x in model.items() if name != "expert" or step % 3}
+            optimizer.step(gradients)
+            seen.append([model["x"].tolist(), model["led"].tolist()])
+        return seen
+
+    present, local = (
+        run_ranks(2, lambda communicator, p=policy: work(communicator, p))  # type: ignore[misc]
+        for policy in ("present", "local")
+    )
+    assert present == local
+
+
 def test_finalize() -> None:
     """A rank without a step since the last exchange is absent."""
 
