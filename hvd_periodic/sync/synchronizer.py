@@ -175,8 +175,8 @@ class ReplicaSynchronizer(Generic[V]):
             _refuse(max_mean_norm is not None, "max_mean_norm", max_mean_norm, "no mean is taken")
         if bounds is not None and replica.present:
             raise ValueError(
-                "`max_message_norm` and `max_mean_norm` are norms over all that a rank exchanges, and `parameters` makes "
-                f"some of it 'present' on some ranks only: leave out one of the two. Received: {bounds}"
+                "`max_message_norm` and `max_mean_norm` are norms over all that a rank exchanges, and `parameters` "
+                f"makes some of it 'present' on some ranks only: leave out one of the two. Received: {bounds}"
             )
         exchanger = self.exchangers.asynchronous if asynchronous else self.exchangers.synchronous
         exchanger = self.exchangers.overlapped if overlaps else exchanger
