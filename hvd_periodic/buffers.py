@@ -23,6 +23,9 @@ Policies: TypeAlias = str | Mapping[str, str] | Callable[[str, Any], str | None]
 _STATISTICS = {"running", "moving", "mean", "var", "variance", "std", "num", "count"}
 """Words in a name that mark a tensor as a statistic: running_mean, moving_variance, num_batches_tracked."""
 
+_RANDOM = {"seed", "rng", "generator"}
+"""Words in a name that mark a tensor as the state of a random generator."""
+
 NONE_AVERAGED = ", without those that `parameters` makes 'local' or 'broadcast'"
 """The end of an error message: no parameter is left to exchange."""
 
@@ -119,6 +122,16 @@ def is_statistic(name: str) -> bool:
         [True, True, False]
     """
     return not _STATISTICS.isdisjoint(re.split("[./]", name)[-1].split("_"))
+
+
+def is_of_random_generator(name: str) -> bool:
+    """Return whether the last part of a name marks the state of a random generator, which ranks need to differ.
+
+    Example:
+        >>> [is_of_random_generator(name) for name in ("dropout/seed_generator_state", "noise.rng_state", "bread")]
+        [True, True, False]
+    """
+    return not _RANDOM.isdisjoint(re.split("[./]", name)[-1].split("_"))
 
 
 def participation_of(parameters: Policies, named: Sequence[tuple[str, Any]]) -> dict[str, str]:

@@ -16,8 +16,9 @@ P = ParamSpec("P")
 
 PathLike = str | os.PathLike[str]
 
-WeightLike = float | Callable[[], float] | None
-"""How much a rank counts in means: a number, a function called at every exchange, or None: all ranks count equally."""
+WeightLike = float | str | Callable[[], float] | None
+"""How much a rank counts in means: a number; a function called at every exchange; its work since the last one, in
+``"steps"`` or ``"examples"``; or None: all ranks count equally."""
 
 
 class ExchangeOptions(TypedDict, total=False):
@@ -49,13 +50,25 @@ class ExchangeOptions(TypedDict, total=False):
             and NaN and infinity reach all ranks and the center. Infinities in statistics that the center has as well,
             such as in a mask, are valid.
         weight: how much this rank counts in the mean over ranks, such as the number of its examples: a number of at
-            least 0; a function that is called once per exchange and returns a number; None: all ranks count equally.
+            least 0; a function that is called once per exchange and returns a number; ``"steps"``, the local updates
+            that ran since this rank last took part in an exchange; ``"examples"``, the sum of what ``step(...,
+            examples=...)`` was given since then, in any unit, such as tokens; None: all ranks count equally.
             Σ_i w_i x_i / Σ_i w_i replaces the mean, also for statistics and optimizer state. The steps of a rank of
             weight 0 do not count; a rank that is in ``finalize()`` and has taken no step since the last exchange does
             not count either. For averaging and outer optimizers. Synchronous training only.
         audit_every: number of exchanges after which ranks compare, to the bit, the parts of the center that should be
             equal on all of them: each rank sends a digest, and if digests differ, training ends on all ranks with the
             names of ranks and tensor. 0: only at the end. Synchronous training only.
+        max_message_norm: R_w > 0, the largest Euclidean norm of what this rank contributes to an exchange: m_i becomes
+            m_i · min(1, R_w/‖m_i‖) before it is weighted and a wire encodes it; or ``"median"``: the median of the
+            norms of all ranks at this exchange (arXiv 2603.08163). In elastic averaging, m_i = x_i - c, and the
+            replica is pulled by what is sent, so that the rest stays in it; elsewhere the rest is lost. In AGN,
+            m_i = a_i/τ_i. The norm is over all parameters that are exchanged at once, with ``fragments`` those of
+            the fragment. None: no bound. Synchronous training only.
+        max_mean_norm: R > 0, the largest norm of the mean ḡ of these, or with ``op="sum"`` of their sum: it becomes
+            ḡ · min(1, R/‖ḡ‖) before the outer step, which bounds the step of the center (EDiT, arXiv 2412.07210).
+            Takes memory for one more copy of the parameters. For averaging, DiLoCo, SlowMo, BMUF, AGN. None: no
+            bound. Synchronous training only.
         timeout_seconds: longest time that a rank waits for others in one place: then training ends with an error that
             names the missing ranks. None: forever. Of several optimizers of the same ranks the longest counts.
         center_file: a path; the pages of this file hold the asynchronous center. Whatever ends the job, even all ranks
@@ -75,6 +88,8 @@ class ExchangeOptions(TypedDict, total=False):
     nonfinite: Annotated[str, "raise"]
     weight: Annotated[WeightLike, None]
     audit_every: Annotated[int, 0]
+    max_message_norm: Annotated[float | str | None, None]
+    max_mean_norm: Annotated[float | None, None]
     timeout_seconds: Annotated[float | None, None]
     center_file: Annotated[PathLike | None, None]
     run_log: Annotated[PathLike | bool | None, None]

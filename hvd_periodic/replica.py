@@ -33,8 +33,10 @@ class Replica(Protocol, Generic[V]):
         constants: tensors that the root broadcasts at the start and no exchange touches; None if there are none.
         in_host_memory: vectors are in host memory and can be used there at once.
         reuses_memory: messages of one exchange are formed in the memory of those before, see :meth:`scratch`.
+        complex_names: exchanged parameters whose elements are complex; stores hold them as reals of shape (…, 2).
         present: names of the parameters, among ``parameters``, to which only ranks with gradients of them contribute.
         keeps_own: whether some parameters are not exchanged, so that every rank has its own.
+        reports_work: the user can report the examples of each local update.
         may_be_left_out: an exchange may exclude this rank; false if other ranks hold parts of the same replica.
         framework: name and version of the framework, for display.
         uncounted: the error if the local optimizer has taken a step that was not counted; None if no such step is
@@ -56,8 +58,10 @@ class Replica(Protocol, Generic[V]):
     constants: Store[V] | None = None
     in_host_memory: bool = False
     reuses_memory: bool = True
+    complex_names: Sequence[str] = ()
     present: Sequence[str] = ()
     keeps_own: bool = False
+    reports_work: bool = False
     may_be_left_out: bool = True
     framework: str = ""
     uncounted: str | None = None
@@ -124,6 +128,14 @@ class Replica(Protocol, Generic[V]):
     def unexchanged(self) -> Mapping[str, Any]:
         """Return, by name, the weights that no exchange touches although the user has not asked for this."""
         return {}
+
+    def digests(self) -> Mapping[str, bytes]:
+        """Return a SHA-256 digest of each weight of :meth:`unexchanged`, in an order that is the same on all ranks."""
+        return {}
+
+    def advice_on_difference(self, name: str) -> str:
+        """Return advice to users about a weight of :meth:`unexchanged` that differs between ranks."""
+        return self.how_to_exchange
 
     def some_of(self, tensor: Any) -> np.ndarray:
         """Return some elements, spread over a tensor."""

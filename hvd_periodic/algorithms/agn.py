@@ -61,6 +61,14 @@ class AGN(Algorithm):
         """Whether ``op`` is ``"average"``."""
         return self.op == "average"
 
+    def share_of_worker(self, exchange: Exchange) -> float:
+        """Return 1/n with ``op="average"``: bounds are on a_i/τ_i."""
+        return 1 / exchange.size if self.op == "average" else 1.0
+
+    def share_of_mean(self, exchange: Exchange) -> float:
+        """Return 1: the center optimizer takes the total."""
+        return 1.0
+
     def asynchronous_variant(self, size: int) -> Algorithm:
         """Return this algorithm: the gradients of each worker in turn are applied to the center."""
         return self

@@ -29,6 +29,8 @@ class Exchange:
             that do not use it.
         weight: weight of this worker's message in a mean over workers, w_i n / Σ_j w_j; None if all weights are equal.
             Algorithms can ignore it: the caller multiplies their messages by it.
+        cut: factor below 1 that reduces this worker's message to the largest norm allowed; None if it is not reduced.
+            Algorithms can ignore it, too.
         presence: for parameters that only workers with gradients contribute to, by name: this worker's weight among
             those, w_i p_i n / Σ_j w_j p_j, with p_i = 1 on a worker with gradients and 0 on another; None if no worker
             had any, so that the parameter stays as it is. Algorithms can ignore it, too.
@@ -41,6 +43,7 @@ class Exchange:
     gradients: float = 1
     learning_rate: Any = None
     weight: Any = None
+    cut: Any = None
     presence: Mapping[str, float | None] = field(default_factory=dict, hash=False)
 
 
@@ -96,6 +99,17 @@ class Algorithm(ABC):
     def takes_mean(self) -> bool:
         """Whether ``move`` needs only the total divided by n: a mean, in which workers may have different weights."""
         return False
+
+    def share_of_worker(self, exchange: Exchange) -> float:
+        """Return the factor that ``message`` has applied to a worker's contribution, and bounds on its norm undo."""
+        return 1.0
+
+    def share_of_mean(self, exchange: Exchange) -> float | None:
+        """Return the factor that makes the total what the center steps by, and what bounds on norms apply to.
+
+        None if the center takes no such outer step: the default unless ``move`` takes a mean.
+        """
+        return 1 / exchange.size if self.takes_mean else None
 
     def check(self, size: int) -> None:
         """Raise a ValueError if the hyper-parameters make no sense for ``size`` workers."""

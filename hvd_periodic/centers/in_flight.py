@@ -1,8 +1,9 @@
-"""Exchanges that overlap with local steps: started at one step, applied to the replica some steps later."""
+"""Exchanges whose messages are all in flight: during local steps, or until the norm of their mean is known."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 from hvd_periodic.algorithms.base import Exchange
@@ -17,7 +18,7 @@ class InFlightExchange(Generic[V]):
     """The exchange of one fragment of a group, between its start and the step at which it is applied to the replica.
 
     The center moves as soon as it is read. Until the next exchange only the pull of the replica reads it, so that
-    reading it early does not change training.
+    reading it early does not change training. Without local steps in between, the exchange is an ordinary one.
 
     Args:
         group: the group, whose center is on every rank.
@@ -37,6 +38,8 @@ class InFlightExchange(Generic[V]):
 
     def begin(self) -> InFlightExchange[V]:
         """Send all messages; return this exchange."""
+        if self.group.limiter is not None:
+            self.exchange, self.sent = self.group.limiter.limit_message(self.exchange, self.fragment.buckets)
         for bucket in self.fragment.buckets:
             pending, sent = self.group.begin(bucket, self.exchange)
             pending.forget_replica()
@@ -48,6 +51,10 @@ class InFlightExchange(Generic[V]):
         """Wait for the messages and move the center, unless it has moved."""
         if not self.pending:
             return
+        if self.group.limiter is not None and self.group.limits_mean:
+            totals = [(pending.bucket, pending.wait()) for pending in self.pending]
+            for pending, total in zip(self.pending, self.group.limiter.limit_mean(totals, self.exchange), strict=True):
+                pending.wait = partial(_known, total)
         while self.pending:  # Each is waited for once, even if one of them fails.
             self.group.wait_and_update_center(self.pending.pop(0), self.exchange)
         self.group.step_outer_optimizer(self.exchange, self.fragment.index)
@@ -61,3 +68,9 @@ class InFlightExchange(Generic[V]):
         for bucket in self.fragment.buckets:
             center = group.published_center(bucket, self.exchange)
             (group.pull_late if stepped else group.pull)(bucket, center, self.exchange)
+            self.sent += group.placement.bytes_to_publish(bucket.nbytes)
+
+
+def _known(total: V) -> V:
+    """Return a total for which nobody has to wait."""
+    return total

@@ -12,6 +12,7 @@ from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.by_range import ByRange
 from hvd_periodic.centers.error_feedback import RESIDUAL, ErrorFeedback
 from hvd_periodic.centers.learning_rates import LearningRates
+from hvd_periodic.centers.norm_bounds import NormBounds, NormLimiter
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
@@ -92,14 +93,17 @@ class TensorGroup(Generic[V]):
         rates: the learning rates, for algorithms that use them.
         overlapped: local steps continue while an exchange is in flight, so that its messages need their own memory.
         wire: encoding of the messages.
+        bounds: bounds on norms, if there are any.
 
     Attributes:
         center_state: this rank's shard of the center and its vectors, by name.
         worker: the worker's vectors, by name. All vectors are zeros until :meth:`reset`.
         total: this rank's shard of the gradient for an outer optimizer; None without one.
         error_feedback: sends the messages, and keeps the parts that the wire did not send.
-        messages: the messages in flight, if exchanges are overlapped, no wire has encoded them, and the replica would
-            otherwise form them in memory that is used again.
+        limiter: keeps the messages and their mean within bounds, if there are any.
+        limits_mean: all messages of an exchange have to be in flight before the first total is used.
+        messages: the messages in flight, if all are at once, no wire has encoded them, and the replica would otherwise
+            form them in memory that is used again.
         snapshot: the replica from which these were formed, if a late pull needs it.
     """
 
@@ -115,6 +119,7 @@ class TensorGroup(Generic[V]):
         rates: LearningRates | None = None,
         overlapped: bool = False,
         wire: Wire = Plain(),  # noqa: B008
+        bounds: NormBounds | None = None,
     ) -> None:
         self.name, self.values, self.algorithm, self.placement = name, values, algorithm, placement
         self._replica, self._membership, self._outer, self._rates = replica, membership, outer, rates
@@ -130,9 +135,12 @@ class TensorGroup(Generic[V]):
         )
         if self.error_feedback.residual is not None:
             self.worker[RESIDUAL] = self.error_feedback.residual
+        self.limiter = None if bounds is None else NormLimiter(bounds, self, replica, membership)
+        self.limits_mean = bounds is not None and bounds.mean is not None
+        at_once = overlapped or self.limits_mean
         self.messages: Store[V] | None = None
         self.snapshot: Store[V] | None = None
-        if overlapped and not wire.lossy and replica.reuses_memory:
+        if at_once and not wire.lossy and replica.reuses_memory:
             self.messages = replica.new_store(values.layout, f"{name}.travelling")
         if overlapped and algorithm.reads_after:
             self.snapshot = replica.new_snapshot_store(values.layout, f"{name}.snapshot")
@@ -191,9 +199,10 @@ class TensorGroup(Generic[V]):
         if self._outer is None:
             return None, None
         here = not self.center.offloaded
-        if self.messages is not None and here:
+        whole = self.shard is self.values.layout
+        if self.messages is not None and here and whole:
             return None, self.messages
-        lent = self.shard is self.values.layout and not self._overlapped and not self.error_feedback.wire.lossy
+        lent = whole and not (self._overlapped or self.limits_mean) and not self.error_feedback.wire.lossy
         consumed = self.algorithm.consumed_state if lent and here else None
         if consumed is not None:
             return consumed, self.worker[consumed]
@@ -233,6 +242,8 @@ class TensorGroup(Generic[V]):
         sent = 0
         in_flight: deque[Pending[V]] = deque()
         fragment = of or Fragment(0, self.values.layout.buckets)
+        if self.limiter is not None:
+            exchange, sent = self.limiter.limit_message(exchange, fragment.buckets)
         for bucket in fragment.buckets:
             if len(in_flight) == IN_FLIGHT:
                 sent += self.finish(in_flight.popleft(), exchange)
@@ -262,7 +273,8 @@ class TensorGroup(Generic[V]):
                 block.published = self.published_center(part, exchange)
             formed.append(self._form_message(bucket, block, exchange, buffer))
             if pulls and not lossy:
-                self._pull(block, block.published, exchange)
+                # By what is sent of it, if the message was cut.
+                self._pull(block, block.published, exchange, None if exchange.cut is None else formed[-1])
             blocks.append(block)
         message = formed[0] if len(blocks) == 1 else buffer
         message = self._replica.space.concatenate(formed) if message is None else message
@@ -331,16 +343,20 @@ class TensorGroup(Generic[V]):
     @property
     def can_piggyback(self) -> bool:
         """Whether each message is sent unencoded and all at once, so that it may travel with the handshake."""
-        return self.placement.everywhere and not self.error_feedback.wire.lossy and not self._overlapped
+        cuts = self.limiter is not None and self.limiter.bounds.message is not None
+        return self.placement.everywhere and not (self.error_feedback.wire.lossy or self._overlapped or cuts)
 
     def preview(self, bucket: Bucket, exchange: Exchange) -> V:
-        """Return the message that an exchange would form of a bucket; changes nothing. For a center on every rank."""
+        """Return the message that an exchange would form of a bucket, without weight; changes nothing.
+
+        Collective, unless the center is everywhere.
+        """
         space, slot = self._replica.space, _slot(bucket)
         x, worker = self._read(bucket, slot), self._read_all(self.worker, bucket)
         copies = {key: space.copy(vector) for key, vector in worker.items()}
         center = x
         if self.algorithm.reads_before:
-            center = self.algorithm.publish(space, self._read_all(self.center_state, bucket), exchange)
+            center = self.published_center(bucket, exchange)
         out = self._replica.scratch(bucket, slot + 1)
         return self.algorithm.message(space, x, copies, center, exchange, out=out)[0]
 
@@ -396,6 +412,10 @@ class TensorGroup(Generic[V]):
             for key, value in new.items()
         }
 
+    def holds_part_of(self, bucket: Bucket) -> bool:
+        """Return whether this rank holds any element of a bucket of the center."""
+        return self._shard_of(bucket).size > 0
+
     def _shard_of(self, part: Bucket) -> Bucket:
         """Return this rank's shard of a bucket; the bucket itself, or the part of it, if the center is everywhere."""
         return part if self.placement.everywhere else self.shard.buckets[part.index]
@@ -426,6 +446,7 @@ class TensorGroup(Generic[V]):
         out = None if buffer is None else _part(buffer, bucket, part)
         space = self._replica.space
         message, changed = algorithm.message(space, block.x, worker, block.published, exchange, out=out)
+        message = message if exchange.cut is None else space.scale(exchange.cut, message)
         if exchange.presence:
             message = self._by_range.weighed(part, message, exchange)
         else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -46,13 +46,16 @@ def run(arguments: argparse.Namespace) -> int:
         require_int(arguments.ranks, "`--ranks`", 1)
         require_real(arguments.timeout, "`--timeout`", positive=True)
     checks = CheckRunner(fresh(os.environ), arguments.timeout)
-    findings = checks.findings(arguments.ranks, arguments.quick)
+    findings = []
+    with processes.ended_by_signals():
+        for found in checks.findings(arguments.ranks, arguments.quick):
+            findings.append(found)
+            if not arguments.json:
+                output.item(found.status, STYLES[found.status], f"{found.what}: {found.text}", found.mend)
     counts = {status: sum(found.status == status for found in findings) for status in STYLES}
     if arguments.json:
         output.write_json({"ok": not counts[PROBLEM], "findings": [asdict(found) for found in findings]})
     else:
-        for found in findings:
-            output.item(found.status, STYLES[found.status], f"{found.what}: {found.text}", found.mend)
         output.say()
         output.say(f"{_several(counts[PROBLEM], 'problem')}, {_several(counts[WARNING], 'warning')}")
     return 1 if counts[PROBLEM] else 0
@@ -64,10 +67,10 @@ class CheckRunner:
     def __init__(self, environment: Mapping[str, str], seconds: float) -> None:
         self._environment, self._seconds = environment, seconds
 
-    def findings(self, ranks: int, quick: bool) -> list[Finding]:
-        """Return the findings for ``ranks`` ranks on this host; ``quick``: start no jobs."""
+    def findings(self, ranks: int, quick: bool) -> Iterator[Finding]:
+        """Yield the findings for ``ranks`` ranks on this host, as they come; ``quick``: start no jobs."""
         environment = self._environment
-        found = [Finding(OK, "hvd_periodic", f"{__version__}, numpy {np.__version__}")]
+        yield Finding(OK, "hvd_periodic", f"{__version__}, numpy {np.__version__}")
         with output.progress("checking", 1 if quick else 8) as advance:
             names = (*software_checks.FRAMEWORKS, "mpi", "name")
             advance(0, "importing frameworks")
@@ -75,12 +78,12 @@ class CheckRunner:
                 facts = dict(zip(names, threads.map(self._probe, names), strict=True))
             advance(1, "checking this machine")
             frameworks = {name: facts[name] for name in software_checks.FRAMEWORKS}
-            found += self._checked("frameworks", lambda: software_checks.frameworks(frameworks, environment))
+            yield from self._checked("frameworks", lambda: software_checks.frameworks(frameworks, environment))
             path = environment.get("PATH", os.defpath)
             mpiruns, horovodruns = software_checks.on_path("mpirun", path), software_checks.on_path("horovodrun", path)
             installed = {name: facts for name, facts in frameworks.items() if "version" in facts}
             horovod = any("missing" not in facts["horovod"] for facts in installed.values())
-            found += self._checked(
+            yield from self._checked(
                 "launchers",
                 lambda: software_checks.launchers(mpiruns, horovodruns, horovod=horovod, torch="torch" in installed),
             )
@@ -88,24 +91,23 @@ class CheckRunner:
             if mpiruns:
                 version = processes.run([str(mpiruns[0]), "--version"], self._seconds, environment).output
             mpi4py = facts["mpi"]
-            found += self._checked("mpirun", lambda: software_checks.mpi(version, mpi4py))
-            found += self._checked("host name", lambda: machine_checks.host_name(facts["name"]))
+            yield from self._checked("mpirun", lambda: software_checks.mpi(version, mpi4py))
+            yield from self._checked("host name", lambda: machine_checks.host_name(facts["name"]))
             cores = len(os.sched_getaffinity(0))
             open_mpi = "Open MPI" in version or "Open RTE" in version
-            found += self._checked("/dev/shm", machine_checks.shared_memory)
-            found += self._checked("network interfaces", machine_checks.interfaces)
-            found += self._checked("cores", lambda: machine_checks.processor(environment, cores, ranks, open_mpi))
-            found += self._checked(
+            yield from self._checked("/dev/shm", machine_checks.shared_memory)
+            yield from self._checked("network interfaces", machine_checks.interfaces)
+            yield from self._checked("cores", lambda: machine_checks.processor(environment, cores, ranks, open_mpi))
+            yield from self._checked(
                 "settings", lambda: machine_checks.settings(environment, os.geteuid() == 0, open_mpi)
             )
             mpirun, horovodrun = (str(files[0]) if files else None for files in (mpiruns, horovodruns))
             built = {name: each["horovod"] if software_checks.works(each) else {} for name, each in installed.items()}
             software = job_checks.Software(mpirun, horovodrun, built, "version" in mpi4py)
-            found += software.missing()
+            yield from software.missing()
             for job in [] if quick else software.jobs():
                 advance(1, f"trying {job.what}")
-                found += self._checked(job.what, partial(self._tried, job))
-        return found
+                yield from self._checked(job.what, partial(self._tried, job))
 
     def _probe(self, name: str) -> dict[str, Any]:
         """Return the report of a probe, or the reason why it has none."""

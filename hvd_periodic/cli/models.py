@@ -20,7 +20,7 @@ _OPTIMIZER = "optim"
 def parameters_of(path: Path) -> int:
     """Return the number of floating-point numbers in a file of parameters.
 
-    Statistics, e.g. of batch normalization, are counted, too.
+    Statistics, e.g. of batch normalization, are counted, too, and complex numbers as two each.
 
     Raises:
         UsageError: the file or the library of its format is missing, or it cannot be read in one of the formats.
@@ -51,7 +51,9 @@ def _safetensors(path: Path) -> int:
             raise ValueError("the header is longer than the file")
         header: dict[str, Any] = json.loads(file.read(length))
     tensors = [value for key, value in header.items() if key != "__metadata__"]
-    return sum(prod(tensor["shape"]) for tensor in tensors if tensor["dtype"].startswith(("F", "BF")))
+    parts = {"F": 1, "B": 1, "C": 2}  # F32, BF16 and C64; BOOL has no parts.
+    numbers = [tensor for tensor in tensors if tensor["dtype"] != "BOOL"]
+    return sum(prod(tensor["shape"]) * parts.get(tensor["dtype"][0], 0) for tensor in numbers)
 
 
 def _npz(path: Path) -> int:
@@ -65,7 +67,8 @@ def _npz(path: Path) -> int:
                 version = np.lib.format.read_magic(file)
                 read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[version[0]]
                 shape, _, dtype = read(file)
-                count += prod(shape) if np.issubdtype(dtype, np.floating) else 0
+                if np.issubdtype(dtype, np.inexact):
+                    count += prod(shape) * (2 if np.issubdtype(dtype, np.complexfloating) else 1)
     return count
 
 
@@ -99,7 +102,8 @@ def _torch(path: Path) -> int:
 
 def _counted(value: Any, torch: Any) -> int:
     if isinstance(value, torch.Tensor):
-        return int(value.numel()) if value.is_floating_point() else 0
+        real = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+        return int(real.numel()) if real.is_floating_point() else 0
     if isinstance(value, Mapping):
         return sum(_counted(item, torch) for key, item in value.items() if not str(key).startswith(_OPTIMIZER))
     if isinstance(value, (list, tuple)):

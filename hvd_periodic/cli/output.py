@@ -77,7 +77,7 @@ def item(head: str, style: str, text: str, command: str = "") -> None:
         from rich.console import Console
         from rich.text import Text
     except ImportError:
-        print(f"{head:<9}{body}")
+        print(f"{head:<9}{body}", flush=True)
         return
     Console(force_terminal=_colored(), highlight=False, soft_wrap=True).print(
         Text(f"{head:<9}", style), Text(body), sep=""
@@ -125,7 +125,8 @@ def progress(what: str, total: int) -> Iterator[Advance]:
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not terminal(sys.stderr)) as bar:
+    hidden, pipe = not terminal(sys.stderr), not terminal(sys.stdout)  # A pipe gets its lines.
+    with Progress(*columns, console=console, transient=True, disable=hidden, redirect_stdout=not pipe) as bar:
         task = bar.add_task(what, total=total)
 
         def advance(done: int, now: str = "") -> None:

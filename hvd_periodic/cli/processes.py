@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ _NOISE = re.compile(r"^\S*\s*(WARNING: All log messages before absl|[IW]\d{4} )"
 
 _GRACE = 5.0
 """Seconds that a program has to end its own children."""
+
+_running: dict[str, subprocess.Popen[str]] = {}
+"""Programs that have not ended, by the mark of their processes."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ def run(words: Sequence[str], seconds: float, environment: Mapping[str, str]) ->
         errors="replace",
         start_new_session=True,
     )
+    _running[mark] = process
     try:
         output, _ = process.communicate(timeout=seconds)
     except BaseException as error:
@@ -100,7 +104,38 @@ def run(words: Sequence[str], seconds: float, environment: Mapping[str, str]) ->
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         return ProgramResult(None, output)
+    finally:
+        del _running[mark]
     return ProgramResult(process.returncode, output)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """End the programs that run in any thread if SIGINT or SIGTERM comes; SIGTERM becomes a SystemExit of 143."""
+
+    def terminate(number: int, frame: object) -> None:
+        _kill_all()
+        raise SystemExit(128 + number)
+
+    def interrupt(number: int, frame: object) -> None:
+        _kill_all()
+        raise KeyboardInterrupt
+
+    handlers = {signal.SIGTERM: terminate, signal.SIGINT: interrupt}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _kill_all() -> None:
+    """Kill the programs that run in any thread, and all processes that they have started."""
+    for mark, process in list(_running.items()):
+        _kill_marked(mark)
+        with suppress(ProcessLookupError):
+            process.kill()
 
 
 def _kill(process: int) -> None:
@@ -113,17 +148,21 @@ def _kill(process: int) -> None:
         os.close(descriptor)
 
 
-def _end(process: subprocess.Popen[str], mark: str) -> str:
-    """End a program and all processes that it has started; return its output."""
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE)
-    # Launchers start processes in separate groups and sessions, but with the same environment.
+def _kill_marked(mark: str) -> None:
+    """Kill the processes of a program: launchers start them in groups and sessions of their own, but tell them all."""
     belongs = f"{_BELONGS}={mark}".encode()
     for entry in Path("/proc").iterdir():
         with suppress(ValueError, OSError):
             if belongs in (entry / "environ").read_bytes().split(b"\0"):
                 _kill(int(entry.name))
+
+
+def _end(process: subprocess.Popen[str], mark: str) -> str:
+    """End a program and all processes that it has started; return its output."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE)
+    _kill_marked(mark)
     with suppress(ProcessLookupError):
         process.kill()
     try:

@@ -43,6 +43,8 @@ class Communicator(Collectives):
     """A number that the ranks of one host share."""
     handshake_name: str = "hvd_periodic.meeting"
     """Name of the handshake, shared by all optimizers of these ranks."""
+    training: str = ""
+    """Name of the training of these ranks, if the launcher's job has several that number ranks alike; else empty."""
     problem: Exception | None = None
     """The error, if any, that keeps this rank from training in this job: the handshake tells all ranks."""
     tracker: CollectiveTracker = NullTracker()

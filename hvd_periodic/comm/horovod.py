@@ -74,6 +74,14 @@ class HorovodCommunicator(JobCommunicator):
         self.tracker.elastic = self.elastic
         self.description = f"Horovod ({'MPI' if self._hvd.mpi_enabled() else 'Gloo'})"
 
+    def unique_name(self, timeout_seconds: object = None, provisional: bool = False) -> str:
+        """As of all communicators; with ``hvd.init(comm=...)`` also name the training, by the launcher's first rank."""
+        name = super().unique_name(timeout_seconds, provisional)
+        if self.shares_launcher and not self.training:
+            launched = self.allgather_object(int(os.environ["OMPI_COMM_WORLD_RANK"]), "hvd_periodic.launched")
+            self.training = f"training-of-rank-{min(launched)}"
+        return name
+
     def changed(self) -> str | None:
         """Return how Horovod's ranks have changed since construction, as they do after a reset of elastic Horovod."""
         if not self._hvd.is_initialized():

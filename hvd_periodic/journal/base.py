@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from hvd_periodic.logs import logger
 from hvd_periodic.spellings import RenamedAttribute
@@ -75,6 +76,9 @@ class Report:
             wait, when the exchange began.
         distance: ‖x − c‖₂ of this rank at that time, before anything was exchanged; None if it was not measured.
         skipped_updates: iterations since the previous exchange whose update did not run.
+        message_norm: norm of what this rank contributed, before ``max_message_norm`` cut it; None without that option.
+        mean_norm: norm of the mean by which the center stepped, before ``max_mean_norm`` cut it; with ``overlap`` that
+            of the exchange that has arrived since the previous one; None without that option.
     """
 
     time: float
@@ -92,6 +96,8 @@ class Report:
     came: float = 0.0
     distance: float | None = None
     skipped_updates: int = 0
+    message_norm: float | None = None
+    mean_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -216,6 +222,7 @@ class Journal:
         loss: float | None = None,
         learning_rate: float | None = None,
         distance: float | None = None,
+        norms: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Report an exchange that has led to these counters, unless nothing was exchanged.
 
@@ -229,6 +236,7 @@ class Journal:
             loss: likewise.
             learning_rate: likewise.
             distance: likewise.
+            norms: ``message_norm`` and ``mean_norm``, likewise.
         """
         if waited is not None:
             self._waited = (self._waited or 0.0) + waited
@@ -253,6 +261,7 @@ class Journal:
             came,
             distance,
             count.skipped_updates - before.skipped_updates,
+            **norms,
         )
         self._notify(lambda listener: listener.exchanged(report))
 

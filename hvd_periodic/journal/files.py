@@ -135,7 +135,9 @@ def log_files(folder: str | os.PathLike[str]) -> dict[int, Path]:
     numbered = ((_FILE.fullmatch(path.name), path) for path in Path(folder).glob("rank-*.jsonl") if path.is_file())
     found = {int(match[1]): path for match, path in numbered if match is not None}
     if not found:
-        raise FileNotFoundError(f"There is no run log in {folder}: it has no file rank-0.jsonl")
+        trainings = sorted({str(path.parent) for path in Path(folder).glob("training-of-rank-*/rank-*.jsonl")})
+        among = f". Each of several trainings of a job has its own: {', '.join(trainings)}" if trainings else ""
+        raise FileNotFoundError(f"There is no run log in {folder}: it has no file rank-0.jsonl{among}")
     return dict(sorted(found.items()))
 
 

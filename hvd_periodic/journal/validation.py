@@ -123,7 +123,7 @@ _FACTS: dict[str, Check] = {
 }
 """Checks of the facts of a beginning; its other facts are plain."""
 
-_ANY_NUMBER = ("loss", "learning_rate", "distance", "closed")
+_ANY_NUMBER = ("loss", "learning_rate", "distance", "closed", "message_norm", "mean_norm")
 _KINDS: dict[str, Check] = {"int": count, "bool": flag, "float": seconds}
 _FIELDS: dict[type[Report] | type[Total], dict[str, tuple[Check, Any]]] = {
     kind: {

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.buffers import NONE_AVERAGED
+from hvd_periodic.buffers import NONE_AVERAGED, is_of_random_generator
 from hvd_periodic.keras.model import Named, NamedVariables
 from hvd_periodic.keras.store import HostStore, Variables
 from hvd_periodic.numpy.replica import HostReplica
@@ -136,6 +136,18 @@ class NamedReplica(Replica[Any]):
     def unexchanged(self) -> dict[str, Any]:
         """Return the weights that are constants by default."""
         return dict(self.named.unasked)
+
+    def digests(self) -> dict[str, bytes]:
+        """Return digests of the weights that are constants by default, without those of random generators."""
+        return {
+            name: hashlib.sha256(self.to_array(variable).tobytes()).digest()
+            for name, variable in self.named.unasked
+            if not is_of_random_generator(name)
+        }
+
+    def advice_on_difference(self, name: str) -> str:
+        """Return the argument to write for one weight."""
+        return f"To exchange it, pass buffers={{{name!r}: 'average'}}; to keep each rank's own, 'local'"
 
     def frozen(self) -> bytes:
         """Return a digest of the model's untrained weights, without statistics."""

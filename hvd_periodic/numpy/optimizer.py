@@ -91,15 +91,16 @@ class PeriodicOptimizer:
         self._replica: Any = self.synchronizer.replica
         self.synchronizer.start()
 
-    def step(self, gradients: Mapping[str, Array] | Sequence[Array | None]) -> None:
+    def step(self, gradients: Mapping[str, Array] | Sequence[Array | None], examples: float | None = None) -> None:
         """Take one local step, and exchange if one is due.
 
         Args:
             gradients: one per parameter, in order or by name; None, or a missing name, for no gradient.
+            examples: number of examples of the gradients, for ``weight="examples"``.
 
         Raises:
-            TypeError: a gradient is not a floating-point array.
-            ValueError: a gradient has no parameter, or another shape.
+            TypeError: a gradient is not a floating-point array, or a complex one for a complex parameter.
+            ValueError: a gradient has no parameter, or another shape; or ``examples`` is negative or not finite.
             RuntimeError: called inside ``center()``; or as an exchange raises.
         """
         replica = self._replica
@@ -113,15 +114,17 @@ class PeriodicOptimizer:
         for name, array, gradient in zip(replica.names, replica.arrays, gradients, strict=True):
             if gradient is None:
                 continue
-            if not isinstance(gradient, (np.ndarray, np.floating)) or not np.issubdtype(gradient.dtype, np.floating):
+            kind = np.complexfloating if np.iscomplexobj(array) else np.floating
+            if not isinstance(gradient, (np.ndarray, np.inexact)) or not np.issubdtype(gradient.dtype, kind):
                 found = gradient.dtype if isinstance(gradient, np.ndarray) else type(gradient).__name__
-                raise TypeError(f"The gradient of {name!r} must be a numpy array of floating point. Received: {found}")
+                wanted = "complex numbers, as the parameter is" if np.iscomplexobj(array) else "floating point"
+                raise TypeError(f"The gradient of {name!r} must be a numpy array of {wanted}. Received: {found}")
             if gradient.shape != array.shape:
                 raise ValueError(f"The gradient of {name!r} must have shape {array.shape}. Received: {gradient.shape}")
         replica.gradients = list(gradients)
         self.synchronizer.prepare_gradients()
         self.inner.step(replica.arrays, replica.gradients)
-        self.synchronizer.step()
+        self.synchronizer.step(examples=examples)
 
     def skip(self) -> None:
         """Count an iteration without an update; every rank that has nothing to step with must call this."""

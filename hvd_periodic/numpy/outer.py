@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_periodic.numpy.complex_numbers import as_real
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
 from hvd_periodic.outer.elementwise import require_elementwise
 from hvd_periodic.outer.per_fragment import CloneableOptimizer
@@ -19,11 +20,15 @@ class ArrayOuterOptimizer(CloneableOptimizer):
     """A copy of an optimizer of arrays, over the arrays of the center.
 
     Args:
-        source: the optimizer to copy, including its state: arrays, and numbers that its step changes.
+        source: the optimizer to copy, including its state: numbers that its step changes, and arrays; complex ones
+            become pairs of reals, as in the center.
     """
 
     def __init__(self, source: ArrayOptimizer) -> None:
         self._source = copy.deepcopy(source)
+        for key, value in vars(self._source).items():
+            if isinstance(value, list):
+                setattr(self._source, key, [as_real(each) if isinstance(each, np.ndarray) else each for each in value])
         self._optimizer = copy.deepcopy(source)
         self._counters: list[str] = []
 

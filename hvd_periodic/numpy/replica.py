@@ -10,6 +10,7 @@ import numpy as np
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.buffers import BROADCAST, EXCHANGED, LOCAL, NONE_AVERAGED, PRESENT, Policies, participation_of
 from hvd_periodic.named import unique_pairs
+from hvd_periodic.numpy.complex_numbers import ComplexArrayStore, as_complex, as_real
 from hvd_periodic.numpy.sgd import Array
 from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.spellings import renamed
@@ -63,7 +64,7 @@ class HostReplica(Replica[Array]):
 
 
 class NumpyReplica(HostReplica):
-    """Named numpy arrays as a replica; 16-bit arrays have a float32 center.
+    """Named numpy arrays as a replica; 16-bit arrays have a float32 center, complex arrays one of pairs of reals.
 
     Args:
         model: a dict, or (name, array) pairs.
@@ -76,6 +77,7 @@ class NumpyReplica(HostReplica):
         gradients: their gradients.
     """
 
+    reports_work = True
     framework = f"numpy {np.__version__}"
     how_to_exclude = "Leave them out of the arrays that the optimizer is given"
 
@@ -86,9 +88,12 @@ class NumpyReplica(HostReplica):
         pairs = model.items() if isinstance(model, Mapping) else model
         self.names, self.arrays = [], []
         for name, array in unique_pairs(pairs):
-            if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, np.floating):
+            if not isinstance(array, np.ndarray) or not _can_be_exchanged(array.dtype):
                 found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-                raise TypeError(f"Parameter {name!r} must be a numpy array of floating point. Received: {found}")
+                raise TypeError(
+                    f"Parameter {name!r} must be a numpy array of floating point, complex64 or complex128. "
+                    f"Received: {found}"
+                )
             self.names.append(name)
             self.arrays.append(array)
         named = list(zip(self.names, self.arrays, strict=True))
@@ -104,6 +109,7 @@ class NumpyReplica(HostReplica):
         following = [(name, array) for name, array in following if array.size]
         self.exchanged = [i for i, name in enumerate(self.names) if participation[name] in EXCHANGED]
         """Indices of the arrays on which the algorithm acts."""
+        self.complex_names = [name for name, array in taking_part + following if np.iscomplexobj(array)]
         self.gradients: list[Array | None] = [None] * len(self.arrays)
         self._bucket_bytes = bucket_bytes
         self.parameters: Store[Array] = self.store_of(taking_part)
@@ -113,17 +119,18 @@ class NumpyReplica(HostReplica):
     def store_of(self, named: Sequence[tuple[str, Array]]) -> Store[Array]:
         """Return a store of named arrays, which stay where they are."""
         specs = []
-        for name, array in named:
-            kind = np.promote_types(array.dtype, np.float32)
-            specs.append(TensorSpec(name, array.shape, kind.name, kind.itemsize))
+        for name, real in ((name, as_real(array)) for name, array in named):
+            kind = np.promote_types(real.dtype, np.float32)
+            specs.append(TensorSpec(name, real.shape, kind.name, kind.itemsize))
         layout = Layout(specs, self._bucket_bytes)
-        return PackedStore(layout, [a for _, a in named], lambda bucket: np.empty(bucket.size, bucket.kind))
+        store = ComplexArrayStore if any(np.iscomplexobj(array) for _, array in named) else PackedStore
+        return store(layout, [a for _, a in named], lambda bucket: np.empty(bucket.size, bucket.kind))
 
     def facts(self) -> dict[str, object]:
         """Return names, shapes and dtypes."""
         facts: dict[str, object] = {"parameters of those present": self.present} if self.present else {}
         for role, store in {"parameter": self.parameters, "parameter from the root": self.parameters_from_root}.items():
-            arrays = [] if store is None else list(zip(store.layout.specs, store.tensors(), strict=True))
+            arrays = [] if store is None else list(zip(store.layout.specs, store.originals(), strict=True))
             facts[f"number of {role}s"] = len(arrays)
             facts |= {f"{role} {i}": f"{spec.name} {a.dtype}{list(a.shape)}" for i, (spec, a) in enumerate(arrays)}
         return facts
@@ -150,8 +157,11 @@ class NumpyReplica(HostReplica):
             if g is None:
                 continue
             present = 1
-            old = {key: tensors[i] for key, tensors in views.items()}
-            self.gradients[position], new = algorithm.local(self.space, self.arrays[position], g, old)
+            old, x = {key: tensors[i] for key, tensors in views.items()}, self.arrays[position]
+            pairs = np.iscomplexobj(x)
+            x, g = (as_real(x), as_real(np.asarray(g))) if pairs else (x, g)
+            g, new = algorithm.local(self.space, x, g, old)
+            self.gradients[position] = as_complex(g) if pairs else g
             for key, value in new.items():
                 old[key][...] = value
         return present
@@ -162,7 +172,7 @@ class NumpyReplica(HostReplica):
 
     def some_of(self, tensor: Array) -> np.ndarray:
         """Return some elements."""
-        flat = tensor.reshape(-1)
+        flat = as_real(tensor).reshape(-1)
         return np.array(flat[:: max(1, flat.size // SOME)], np.float64)
 
     def frozen(self) -> bytes:
@@ -172,3 +182,7 @@ class NumpyReplica(HostReplica):
     def discard_gradients(self) -> None:
         """Discard all gradients."""
         self.gradients = [None] * len(self.arrays)
+
+
+def _can_be_exchanged(dtype: np.dtype[Any]) -> bool:
+    return np.issubdtype(dtype, np.floating) or dtype in (np.complex64, np.complex128)

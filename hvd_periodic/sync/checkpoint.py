@@ -130,6 +130,7 @@ class Checkpoint(Generic[V]):
             "vectors": vectors,
             "under_way": in_flight,
             "fragments": len(context.fragments),
+            "complex": list(context.exchanged.replica.complex_names),
         }
 
     def check(self, state: dict[str, Any], begun: bool) -> None:
@@ -156,6 +157,7 @@ class Checkpoint(Generic[V]):
         if state.get("outer", outer) != outer:
             raise ValueError(f"The state was saved with the outer optimizer {state['outer']}, and this one has {outer}")
         self.check_fragments(state)
+        self._check_complex(state)
         self._exchanger.check_load(state, begun)
         for group, vectors in self._vectors():
             vectors.check(state["vectors"].get(group, {}))
@@ -167,6 +169,17 @@ class Checkpoint(Generic[V]):
             raise ValueError(
                 f"The state was saved with fragments={saved}, and this optimizer has fragments={fragments}: load it "
                 "with the same number, or start from the saved center"
+            )
+
+    def _check_complex(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError if a parameter is complex in a state and real here, or the other way round."""
+        here, saved = set(self._exchanger.context.exchanged.replica.complex_names), set(state.get("complex", ()))
+        if here != saved:
+            name = min(here ^ saved)
+            then, now = ("complex", "real") if name in saved else ("real", "complex")
+            raise ValueError(
+                f"The state was saved with {name!r} as a {then} parameter, and it is a {now} one here: load a state "
+                "into parameters like those that were saved"
             )
 
     def load(self, state: dict[str, Any]) -> None:
@@ -181,7 +194,10 @@ class Checkpoint(Generic[V]):
         self.run = state.get("run", "")
         progress.get_ready()
         progress.counters = Counters(**state["counters"])
-        progress.notes = ScheduleState(**state.get("notes", {}))  # Version 0.1 has none.
+        counters = progress.counters
+        # Version 0.1 has no notes, and none before weights by work has the updates until the last exchange.
+        before = {"updates": max(counters.last_exchange - counters.skipped_updates, 0)}
+        progress.notes = ScheduleState(**before | state.get("notes", {}))
 
     def _vectors(self) -> Iterator[tuple[str, SavedVectors[V]]]:
         """Yield the name of every tensor group with the object that saves its vectors."""

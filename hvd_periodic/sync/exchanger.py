@@ -12,12 +12,14 @@ from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.arguments import described
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers.base import Placement
+from hvd_periodic.centers.norm_bounds import NormBounds
 from hvd_periodic.comm.agreement import agree, build_on_all
 from hvd_periodic.comm.handshake import Record
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.journal import Journal
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
+from hvd_periodic.sync.differences import Differences
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.handshake import Handshake
 from hvd_periodic.sync.optimizer_state import OptimizerState, OptimizerStateExchange
@@ -52,6 +54,8 @@ class ExchangeContext(Generic[V]):
         local_optimizer: the state of the local optimizer; None if unknown.
         nonfinite: policy for a rank whose replica is not finite.
         audit_every: number of exchanges between comparisons of the ranks' centers; 0: never.
+        differences: compares the weights that no exchange touches.
+        bounds: bounds on norms; None if there are none.
         center_file: file that holds an asynchronous center; None: no file.
         journal: records exchanges.
     """
@@ -69,6 +73,8 @@ class ExchangeContext(Generic[V]):
     local_optimizer: OptimizerState[V] | None
     nonfinite: str
     audit_every: int
+    differences: Differences[V]
+    bounds: NormBounds | None
     center_file: Path | None
     journal: Journal
 
@@ -155,9 +161,23 @@ class Exchanger(ABC, Generic[V]):
         Raises:
             ValueError: the loss is NaN or infinite: this rank cannot continue.
         """
+        self._note(self.context.progress.report, loss, ValueError)
+
+    def report_examples(self, examples: Any) -> None:
+        """Note the examples of a local update; tell the other ranks if they are no number of at least 0.
+
+        Raises:
+            TypeError, ValueError: this rank cannot continue.
+        """
+        self._note(self.context.progress.report_examples, examples, (TypeError, ValueError))
+
+    def _note(
+        self, note: Callable[[Any], None], value: Any, fatal: type[Exception] | tuple[type[Exception], ...]
+    ) -> None:
+        """Note a value of this rank; tell the other ranks if that raises an error that is fatal."""
         try:
-            self.context.progress.report(loss)
-        except ValueError as error:
+            note(value)
+        except fatal as error:
             self.context.handshake.fatal_error = str(error)
             self.tell_failure(error)
             raise

@@ -25,13 +25,16 @@ from hvd_periodic.sync.planner import Planner, agreed_clock
 from hvd_periodic.sync.progress import ProgressTracker
 from hvd_periodic.sync.status import GlobalStatus, LocalStatus
 
+STEPS, EXAMPLES = "steps", "examples"
+"""Weights by work since this rank last took part in an exchange: local updates, or the examples that were reported."""
+
 
 class Weight:
     """The weight of this rank in means over ranks.
 
     Args:
         given: a number of at least 0, such as the number of its examples; a function that returns it, called once per
-            exchange; or None: all ranks have equal weights.
+            exchange; ``"steps"`` or ``"examples"``; or None: all ranks have equal weights.
 
     Attributes:
         value: the weight at this exchange.
@@ -41,28 +44,51 @@ class Weight:
         TypeError, ValueError: the weight is not a number of at least 0.
 
     Example:
-        >>> weight = Weight(lambda: 32.0)
-        >>> weight.measure(idle=False)
+        >>> from hvd_periodic.journal.base import Counters
+        >>> from hvd_periodic.sync.status import ScheduleState
+        >>> weight = Weight("steps")
+        >>> weight.measure(idle=False, own=LocalStatus(Counters(local_steps=5, skipped_updates=1), ScheduleState()))
         >>> weight.value
-        32.0
+        4.0
     """
 
     def __init__(self, given: WeightLike) -> None:
         self.given = given
         self.value: float | None = None
         self.problem: str | None = None
-        if given is not None and not callable(given):
+        if isinstance(given, str) and not self.by_work:
+            raise ValueError(
+                f"`weight` must be a number of at least 0, a function, {STEPS!r} or {EXAMPLES!r}. Received: {given!r}"
+            )
+        if given is not None and not callable(given) and not isinstance(given, str):
             _checked(given)
 
-    def measure(self, idle: bool) -> None:
-        """Determine the weight: 0 for an ``idle`` rank, which leaves without a step since the last exchange."""
+    @property
+    def by_work(self) -> bool:
+        """Whether the weight is a count of work."""
+        return self.given in (STEPS, EXAMPLES)
+
+    def measure(self, idle: bool, own: LocalStatus) -> None:
+        """Determine the weight, given the status of this rank.
+
+        It is 0 for an ``idle`` rank, which leaves without a step since the last exchange.
+        """
         self.value = self.problem = None
         if self.given is None:
             return
         try:
-            self.value = 0.0 if idle else _checked(self.given() if callable(self.given) else self.given)
+            self.value = 0.0 if idle else _checked(self._of(own))
         except Exception as error:
             self.problem = f"The weight of this rank cannot be used: {type(error).__name__}: {error}"
+
+    def _of(self, own: LocalStatus) -> Any:
+        if self.given == STEPS:
+            return own.updates
+        if self.given != EXAMPLES:
+            return self.given() if callable(self.given) else self.given
+        if own.updates and not own.notes.reports:
+            raise ValueError(f"no examples were reported in {own.updates} local updates: pass step(..., examples=...)")
+        return own.notes.examples
 
 
 def relative_weights(records: Sequence[Record]) -> list[float] | None:
@@ -238,7 +264,8 @@ class Handshake:
     def problem(self, own: LocalStatus, purpose: Purpose) -> str | None:
         """Return why this rank cannot continue in this call, or None; at an exchange, measure its weight."""
         if purpose in _EXCHANGING:
-            self.weight.measure(purpose == Purpose.LEAVE and own.counters.local_steps == own.counters.last_exchange)
+            idle = purpose == Purpose.LEAVE and own.counters.local_steps == own.counters.last_exchange
+            self.weight.measure(idle, own)
         if not math.isfinite(own.notes.loss_sum):
             steps = own.counters.local_steps
             return f"The losses reported until step {steps} are not all finite: {own.notes.loss_sum}"

@@ -162,6 +162,18 @@ class ProgressTracker:
             )
         self.notes = self.notes.reported(value)
 
+    def report_examples(self, examples: Any) -> None:
+        """Note the examples of a local update of this rank.
+
+        Raises:
+            TypeError: not a number.
+            ValueError: a negative number, NaN or infinity.
+        """
+        value = number(examples, "`examples`")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"`examples` must be a finite number of at least 0. Received: {examples!r}")
+        self.notes = self.notes.worked(value)
+
     def current_rate(self) -> float | None:
         """Return the learning rate of the local optimizer; None if it is unknown or not a number."""
         return None if self.learning_rate is None else rate_of(self.learning_rate())

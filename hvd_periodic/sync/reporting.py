@@ -37,6 +37,7 @@ def new_journal(membership: Membership, folder: Path | None) -> Journal:
     if logger.isEnabledFor(logging.INFO):
         listeners.append(LogListener(lambda: membership.is_root, lambda: membership.number_among_several))
     if folder is not None:
+        folder = folder / membership.communicator.training
         listeners.append(RunLog(folder, lambda: (membership.global_rank, membership.number, membership.name)))
     return Journal(listeners)
 
@@ -110,7 +111,8 @@ def report_exchange(
         waited: duration of the handshake in seconds; None in asynchronous exchange.
         completes: whether it ends a period, in which every fragment is exchanged once.
     """
-    context, closes = exchanger.context, None
+    context, closes, limiter = exchanger.context, None, exchanger.tensor_groups.parameters.limiter
+    norms = {} if limiter is None else limiter.reported()
     if not context.journal.listeners:
         return
     if exchanger.steps_agree:
@@ -118,4 +120,4 @@ def report_exchange(
         closes = context.exchanged.algorithm.contraction(Exchange(size, own.clock.period)) if completes else 0.0
         closes = 1.0 if context.warmup.active else closes
     known = own.step_seconds, own.notes.loss, own.learning_rate, own.distance
-    context.journal.exchanged(context.progress.counters, came, waited, closes, *known)
+    context.journal.exchanged(context.progress.counters, came, waited, closes, *known, norms)

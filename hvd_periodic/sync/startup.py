@@ -167,9 +167,9 @@ def warn_of_former(synchronizer: Any) -> None:
     with _lock:
         living = [former for former in (reference() for reference in _started) if former is not None]
         _started[:] = [weakref.ref(each) for each in {id(each): each for each in (*living, synchronizer)}.values()]
-    ours = {id(tensor): tensor for tensor in synchronizer.replica.parameters.tensors()}
+    ours = {id(tensor): tensor for tensor in synchronizer.replica.parameters.originals()}
     for former in living if synchronizer.membership.is_root else []:
-        shared = any(tensor is ours.get(id(tensor)) for tensor in former.replica.parameters.tensors())
+        shared = any(tensor is ours.get(id(tensor)) for tensor in former.replica.parameters.originals())
         if former is synchronizer or not shared:
             continue
         counters = former.counters
@@ -235,8 +235,9 @@ class Startup(Generic[V]):
                     "on other ranks: load each rank's own state on all of them"
                 )
             self._take_over(everyone, membership.root_among_all, membership.name)
-        elif start is Start.AS_LOADED:
+        elif start is Start.AS_LOADED:  # Otherwise, all have the weights of the root that no exchange touches.
             exchanger.resume(checkpoint.state)
+            context.differences.compare()
         checkpoint.forget()
         self._plan_first_round(records)
         context.progress.begin()

@@ -20,6 +20,9 @@ class ScheduleState:
         losses: their number.
         memory: values that the schedule has asked to keep.
         since: for every fragment, steps and gradients since its last exchange; empty if all are zero.
+        updates: local updates that had run when this rank last took part in an exchange, since training began.
+        examples: examples reported since then.
+        reports: number of these reports.
         seen: for every fragment, the ``"present"`` parameters that had a gradient since its last exchange, by name;
             empty if none had.
     """
@@ -28,6 +31,9 @@ class ScheduleState:
     losses: int = 0
     memory: Mapping[str, float] = field(default_factory=dict)
     since: Sequence[Sequence[int]] = ()
+    updates: int = 0
+    examples: float = 0.0
+    reports: int = 0
     seen: Sequence[Sequence[str]] = field(default_factory=list)
 
     @property
@@ -38,6 +44,10 @@ class ScheduleState:
     def reported(self, loss: float) -> ScheduleState:
         """Return a copy with one more loss."""
         return replace(self, loss_sum=self.loss_sum + loss, losses=self.losses + 1)
+
+    def worked(self, examples: float) -> ScheduleState:
+        """Return a copy with more examples."""
+        return replace(self, examples=self.examples + examples, reports=self.reports + 1)
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,11 @@ class LocalStatus:
     distance: float | None = None
     problem: str | None = None
     excluded: str | None = None
+
+    @property
+    def updates(self) -> int:
+        """Local updates that ran since this rank last took part in an exchange."""
+        return self.counters.local_steps - self.counters.skipped_updates - self.notes.updates
 
     @cached_property
     def clock(self) -> Clock:

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
-from hvd_periodic.algorithms.base import Algorithm
+from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.arguments import require_int
 from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
+from hvd_periodic.centers.norm_bounds import as_norm_bounds
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.journal import Journal
@@ -27,6 +28,7 @@ from hvd_periodic.schedules.conversion import as_schedule
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.center_reader import CenterReader
 from hvd_periodic.sync.checkpoint import Checkpoint
+from hvd_periodic.sync.differences import Differences
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, check_agreement
 from hvd_periodic.sync.finite import RAISE, SKIP, as_nonfinite
 from hvd_periodic.sync.fragment_plan import by_fragments
@@ -93,8 +95,11 @@ class ReplicaSynchronizer(Generic[V]):
         compression: encoding of the messages of the parameters.
         fragments: number of parts of the parameters that are exchanged one after another within a period.
         nonfinite: policy for a rank whose replica is not finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
-        weight: weight of this rank in means over ranks; None: all ranks count equally.
+        weight: weight of this rank in means over ranks: a number, a function, or its work, ``"steps"`` or
+            ``"examples"``; None: all ranks count equally.
         audit_every: exchanges after which ranks compare their centers; 0: never.
+        max_message_norm: largest norm of this rank's messages, or ``"median"``; None: no bound.
+        max_mean_norm: largest norm of the mean by which the center steps; None: no bound.
         timeout_seconds: seconds for which a rank waits for the others in one call; None: no limit.
         center_file: file that holds an asynchronous center and outlives the job.
         run_log: folder of the run log; None: the folder that the environment names, if any; False: no log.
@@ -149,6 +154,8 @@ class ReplicaSynchronizer(Generic[V]):
         nonfinite: str = RAISE,
         weight: WeightLike = None,
         audit_every: int = 0,
+        max_message_norm: float | str | None = None,
+        max_mean_norm: float | None = None,
         timeout_seconds: float | None = None,
         center_file: PathLike | None = None,
         run_log: PathLike | bool | None = None,
@@ -157,13 +164,20 @@ class ReplicaSynchronizer(Generic[V]):
         wire, overlaps = as_wire(compression), as_overlap(overlap) != 0
         require_int(fragments, "`fragments`", minimum=1)
         require_int(audit_every, "`audit_every`", minimum=0)
-        counts = Weight(weight)
+        counts, bounds = Weight(weight), as_norm_bounds(max_message_norm, max_mean_norm)
         if asynchronous:
             _refuse(overlaps, "overlap", overlap, "no rank waits for another")
             _refuse(fragments > 1, "fragments", fragments, "no rank waits for another")
             _refuse(wire.lossy, "compression", compression, "ranks read and write the center itself")
             _refuse(audit_every > 0, "audit_every", audit_every, "there is one center")
             _refuse(weight is not None, "weight", weight, "no mean is taken")
+            _refuse(max_message_norm is not None, "max_message_norm", max_message_norm, "no bounds are kept")
+            _refuse(max_mean_norm is not None, "max_mean_norm", max_mean_norm, "no mean is taken")
+        if bounds is not None and replica.present:
+            raise ValueError(
+                "`max_message_norm` and `max_mean_norm` are norms over all that a rank exchanges, and `parameters` "
+                f"makes some of it 'present' on some ranks only: leave out one of the two. Received: {bounds}"
+            )
         exchanger = self.exchangers.asynchronous if asynchronous else self.exchangers.synchronous
         exchanger = self.exchangers.overlapped if overlaps else exchanger
         whole_tensors = outer is not None and not self.cuts_tensors
@@ -179,6 +193,20 @@ class ReplicaSynchronizer(Generic[V]):
             raise ValueError(
                 "`weight` is for algorithms that take the mean over ranks: averaging, DiLoCo, SlowMo, BMUF, and AGN "
                 f"with op='average'. Received: {self.algorithm!r}"
+            )
+        if counts.by_work and not replica.reports_work:
+            raise ValueError(
+                f"`weight={weight!r}` is for PyTorch and numpy: pass a number or a function that returns one"
+            )
+        if counts.by_work and fragments > 1:
+            raise ValueError(
+                f"`weight={weight!r}` counts the work between exchanges of all parameters: pass fragments=1. Received: "
+                f"fragments={fragments}"
+            )
+        if max_mean_norm is not None and self.algorithm.share_of_mean(Exchange(communicator.size, 1)) is None:
+            raise ValueError(
+                "`max_mean_norm` is for algorithms whose center takes an outer step: averaging, DiLoCo, SlowMo, BMUF "
+                f"and AGN; `max_message_norm` is for all. Received: {self.algorithm!r}"
             )
         self.membership = Membership(communicator, root, communicator.unique_name() if name is None else name)
         state = state_exchange(self.policy, local_optimizer, replica, self.membership)
@@ -224,6 +252,8 @@ class ReplicaSynchronizer(Generic[V]):
             local_optimizer=reset,
             nonfinite=nonfinite,
             audit_every=audit_every,
+            differences=Differences(replica, self.membership),
+            bounds=bounds,
             center_file=_as_center_file(center_file, bool(asynchronous)),
             journal=self.journal,
         )
@@ -331,22 +361,28 @@ class ReplicaSynchronizer(Generic[V]):
             self.replica.discard_gradients()
         self.gradients.prepare()
 
-    def step(self, updated: bool = True) -> bool:
+    def step(self, updated: bool = True, examples: Any = None) -> bool:
         """Count one iteration, and exchange if an exchange is due; to be called after every iteration, on all ranks.
 
         Args:
             updated: whether the local update ran; iterations without it count as well, so that ranks agree.
+            examples: the number of examples of the update, or tokens, for ``weight="examples"``; ignored without
+                update.
 
         Returns:
             Whether an exchange took place.
 
         Raises:
+            TypeError, ValueError: ``examples`` is not a number of at least 0; the other ranks raise an error at their
+                next exchange.
             RuntimeError: called inside ``center()``; after an update whose gradients the algorithm needed but was not
                 shown; or as :meth:`sync`.
         """
         self.center_reader.require_outside_center_block("step")
         self.gradients.check(updated)
         self.begin(CallPoint.AFTER_UPDATE if updated else CallPoint.BEFORE_UPDATE)
+        if examples is not None and updated:
+            self.exchanger.report_examples(examples)
         due = self.progress.count(updated)
         if self.local_steps == self.warmup.until:
             self.restart_center()
@@ -394,12 +430,15 @@ class ReplicaSynchronizer(Generic[V]):
         self.exchanger.check_alive()
         self.begin(CallPoint.END)
         self.exchanger.leave()
+        self.exchanger.context.differences.compare()
         if self.handshake.background_save is not None:
             self.handshake.background_save.complete()
         self.journal.ended(self.counters)
 
     def audit(self) -> None:
-        """Check that all ranks hold the same center, bit by bit; collective.
+        """Check that all ranks hold the same center, bit by bit, and compare the weights that no exchange touches.
+
+        Collective. Of weights that differ, the root warns, once for each.
 
         Raises:
             RuntimeError: centers differ, the message names the ranks; or other ranks are in another call.
@@ -531,7 +570,10 @@ class ReplicaSynchronizer(Generic[V]):
         )
 
     def center_tensors(self) -> list[Any]:
-        """Return views of this rank's shard of the center of the parameters, in order, in the dtype of the center."""
+        """Return views of this rank's shard of the center of the parameters, in order, in the dtype of the center.
+
+        Complex parameters are pairs of reals, of shape (…, 2).
+        """
         self.exchanger.wait_and_update_centers()
         return self.tensor_groups.parameters.center.tensors()
 

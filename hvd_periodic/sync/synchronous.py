@@ -8,12 +8,14 @@ from typing import Any, ClassVar, TypeVar
 
 from hvd_periodic.arguments import described
 from hvd_periodic.centers import Placement, Replicated
+from hvd_periodic.centers.in_flight import InFlightExchange
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.agreement import ADVICE
 from hvd_periodic.comm.handshake import Purpose, Record, integers
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, reset_to_center
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.fragment_plan import DueFragments, FragmentExchange, FragmentPlan, SinceLastSync
+from hvd_periodic.sync.handshake import Weight
 from hvd_periodic.sync.piggyback import PiggybackedMessages
 from hvd_periodic.sync.presence import Presence
 from hvd_periodic.sync.reporting import report_exchange, with_distance
@@ -51,7 +53,7 @@ class Synchronous(Exchanger[V]):
                 f"`compression` is for sums over ranks, and {type(exchanged.algorithm).__name__} takes another "
                 f"reduction. Received: compression={context.wire!r}"
             )
-        groups = exchanged.groups(tensors, placements, membership, self.overlapped, context.wire)
+        groups = exchanged.groups(tensors, placements, membership, self.overlapped, context.wire, context.bounds)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.piggyback = PiggybackedMessages(self.tensor_groups, exchanged.replica, membership)
         if exchanged.replica.present:
@@ -81,8 +83,10 @@ class Synchronous(Exchanger[V]):
             "compression": described(context.wire),
             "fragments": len(context.fragments),
             "nonfinite": context.nonfinite,
-            "weight": "not given" if context.handshake.weight.given is None else "given",
+            "weight": _in_words(context.handshake.weight),
             "audit_every": context.audit_every,
+            "max_message_norm": context.bounds and context.bounds.message,
+            "max_mean_norm": context.bounds and context.bounds.mean,
         }
 
     def tell_failure(self, error: Exception) -> None:
@@ -123,9 +127,10 @@ class Synchronous(Exchanger[V]):
                 sent += 0 if self.presence is None or piggyback is None else piggyback.nbytes
 
             next_exchange = agreed.step + plan.next_exchange - agreed.clock.step
+            fresh = ScheduleState(updates=own.counters.local_steps - own.counters.skipped_updates)
             exchanged, excluded = bool(due.turns), own.excluded is not None
             seen = [] if self.presence is None or excluded else self.presence.after(own.notes.seen, due)
-            notes = ScheduleState() if due.completes else own.notes
+            notes = fresh if due.completes else own.notes
             notes = replace(notes, memory=plan.memory, since=due.since, seen=seen)
             progress.advance(agreed.step, next_exchange, notes, started, exchanged, excluded, sent)
             context.handshake.notify_followers()
@@ -192,6 +197,7 @@ class Synchronous(Exchanger[V]):
         self._constrain()
         if context.audit_every and (context.progress.rounds + 1) % context.audit_every == 0:
             groups.audit(self.advice)
+            context.differences.compare()
         return sent
 
     def _constrain(self) -> None:
@@ -200,7 +206,12 @@ class Synchronous(Exchanger[V]):
 
     def _send(self, turn: FragmentExchange, step: int, training: bool) -> int:
         """Exchange a fragment of the parameters at a step; return the bytes handed to collectives."""
-        return self.tensor_groups.parameters.exchange(turn.exchange, turn.fragment)
+        group = self.tensor_groups.parameters
+        if not group.limits_mean:
+            return group.exchange(turn.exchange, turn.fragment)
+        at_once = InFlightExchange(group, turn.exchange, turn.fragment).begin()
+        at_once.apply_to_replica(stepped=False)
+        return at_once.sent
 
     def leave(self) -> None:
         """Take part in the exchanges of the others until all are done."""
@@ -290,3 +301,8 @@ class Synchronous(Exchanger[V]):
                 replica.load(held, takeover.state["vectors"][group.name][key])
             for bucket in layout.buckets:
                 group.set_shard(key, bucket, takeover.send(held.read(bucket, out=replica.scratch(bucket, 0))))
+
+
+def _in_words(weight: Weight) -> str:
+    """Return what ranks have to agree on about their weights."""
+    return str(weight.given) if weight.by_work else "not given" if weight.given is None else "given"

@@ -15,6 +15,7 @@ from hvd_periodic.algorithms.statistics import Statistics
 from hvd_periodic.arguments import outer_name
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.learning_rates import LearningRates
+from hvd_periodic.centers.norm_bounds import NormBounds
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.agreement import ADVICE, audit
 from hvd_periodic.comm.membership import Membership
@@ -231,11 +232,12 @@ class ExchangeSpec(Generic[V]):
         membership: Membership,
         overlapped: bool = False,
         wire: Wire = Plain(),  # noqa: B008
+        bounds: NormBounds | None = None,
     ) -> list[TensorGroup[V]]:
         """Return the groups with their centers, each with its placement.
 
-        The first group, the parameters, has the outer optimizer and the wire, and its exchanges may overlap with local
-        steps. Statistics are not encoded, and their exchanges do not overlap.
+        The first group, the parameters, has the outer optimizer, the wire and the bounds on norms, and its exchanges
+        may overlap with local steps. Statistics are not encoded, and their exchanges do not overlap.
         """
         rates = self.rates if self.algorithm.uses_learning_rate else None
         parameters, *statistics = zip(tensors, placements, strict=True)
@@ -249,6 +251,7 @@ class ExchangeSpec(Generic[V]):
                 rates,
                 overlapped,
                 wire,
+                bounds,
             ),
             *(TensorGroup(*kind, self.replica, placement, membership) for kind, placement in statistics),
         ]

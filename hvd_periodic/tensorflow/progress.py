@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, fields
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -124,13 +124,14 @@ class VariableProgress(ProgressTracker):
         (loss_sum,), (losses,) = kept.get("loss_sum", [0.0]), kept.get("losses", [0])
         memory = {name: kept[MEMORY + name][0] for name in self._remembers if MEMORY + name in kept}
         since, seen = kept.get(SINCE, []), kept.get(SEEN, [])
+        of_fragments = [since[i : i + _PER_FRAGMENT] for i in range(0, len(since), _PER_FRAGMENT)]
         rows = [seen[i : i + len(self._present)] for i in range(0, len(seen), len(self._present) or 1)]
         return ScheduleState(
             loss_sum,
             losses,
             {name: value for name, value in memory.items() if not np.isnan(value)},
-            [since[i : i + _PER_FRAGMENT] for i in range(0, len(since), _PER_FRAGMENT)] if any(since) else (),
-            [[name for name, bit in zip(self._present, row, strict=True) if bit] for row in rows] if any(seen) else [],
+            of_fragments if any(since) else (),
+            seen=[list(compress(self._present, row)) for row in rows] if any(seen) else [],
         )
 
     @notes.setter

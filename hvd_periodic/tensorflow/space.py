@@ -81,6 +81,10 @@ class TensorSpace(VectorSpace[Any]):
         """Return the inner product as a float64 scalar tensor, whatever the dtype of the bucket."""
         return tf.cast(tf.reduce_sum(x * y), tf.float64)
 
+    def square(self, x: Any) -> float:
+        """Return ``x · x``, eagerly."""
+        return float(tf.reduce_sum(tf.square(tf.cast(x, tf.float64))))
+
 
 class HostSpace(VectorSpace[np.ndarray]):
     """Arrays in host memory; results are in new memory that TensorFlow can share without a copy."""

@@ -145,7 +145,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         """Register the hook with the wrapped optimizer."""
         return self.inner.register_load_state_dict_post_hook(hook, prepend)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, examples: Any = None) -> Any:
         """Take one local step, and exchange if one is due.
 
         Under a ``GradScaler`` an iteration whose gradients overflowed on this rank counts without an update, so that
@@ -155,15 +155,17 @@ class PeriodicOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: evaluates the model again and returns the loss.
+            examples: number of examples in this step, or tokens, for ``weight="examples"``, also of wrapped optimizers.
 
         Returns:
             The loss that the wrapped optimizer returns.
 
         Raises:
+            TypeError, ValueError: ``examples`` is not a number of at least 0.
             RuntimeError: called inside ``center()``; or as raised by an exchange.
         """
         arguments: tuple[Any, ...] = (self,) if closure is None else (self, closure)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {} if examples is None else {"examples": examples}
         hooked = type(self).step is PeriodicOptimizer.step  # The base class runs the hooks of an overriding step().
         for before in self._optimizer_step_pre_hooks.values() if hooked else ():
             arguments, options = before(self, arguments, options) or (arguments, options)
@@ -174,12 +176,15 @@ class PeriodicOptimizer(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # So the profiler records, and hooks of all see, the step inside.
 
-    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self, closure: Callable[[], Any] | None = None, *, examples: Any = None) -> Any:
         """Take one local step, and exchange if one is due."""
         loss, steps = None, self._steps
         steps.counted = True
         try:
             updated = self._get_ready(closure)
+            if updated and examples is not None:
+                for level in levels_of(self.inner):
+                    level.synchronizer.exchanger.report_examples(examples)
             if updated and closure is not None:
                 loss = self.inner.step(self._prepared(closure))
             elif updated:
@@ -187,7 +192,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         finally:
             steps.counted = False
         if updated is not None:
-            self._count(updated)
+            self._count(updated, examples)
         return loss
 
     @eagerly
@@ -327,11 +332,11 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         self._steps.stop()
         self._steps = InnerSteps(self.inner, owner, type(self).__name__)
 
-    def _count(self, updated: bool) -> None:
+    def _count(self, updated: bool, examples: Any = None) -> None:
         """Count an iteration; if its update was skipped, also for wrapped optimizers, which have not stepped."""
         if not updated and isinstance(self.inner, PeriodicOptimizer):
             self.inner._count(updated)
-        if self.synchronizer.step(updated) and self.after_exchange is not None:
+        if self.synchronizer.step(updated, examples) and self.after_exchange is not None:
             eagerly(self.after_exchange)()
 
     def _prepared(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hvd_periodic.torch.copies import fresh_copy
+from hvd_periodic.torch.dtypes import as_real
 from hvd_periodic.torch.gradient_averaging import innermost
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.vectors.store import Store
@@ -85,7 +86,7 @@ class TorchOptimizerState:
                 if start is None:
                     tensor.copy_(of_name[name])
                 else:
-                    tensor.fill_(start)
+                    as_real(tensor).fill_(start)  # Optimizers fill both parts, as Adagrad does.
         if isinstance(self._optimizer, torch.optim.SGD):  # Momentum starts as None, not as zeros.
             for name, parameter in of_name.items():
                 if name not in but and "momentum_buffer" in self._optimizer.state.get(parameter, {}):

@@ -12,14 +12,23 @@ import numpy as np
 import torch
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.buffers import AVERAGE, BROADCAST, EXCHANGED, LOCAL, MAXIMUM, NONE_AVERAGED, PRESENT
+from hvd_periodic.buffers import (
+    AVERAGE,
+    BROADCAST,
+    EXCHANGED,
+    LOCAL,
+    MAXIMUM,
+    NONE_AVERAGED,
+    PRESENT,
+    is_of_random_generator,
+)
 from hvd_periodic.replica import SOME, Replica
-from hvd_periodic.torch.dtypes import INTEGERS, REALS
+from hvd_periodic.torch.dtypes import COMPLEX, INTEGERS, REALS, as_real
 from hvd_periodic.torch.model import NamedTensors
 from hvd_periodic.torch.modes import Modes
 from hvd_periodic.torch.sharded_parameters import check_sharded, facts_of, is_sharded, shard_of
 from hvd_periodic.torch.space import TensorListSpace, TensorSpace
-from hvd_periodic.torch.stores import OffloadedStore, TensorStore, as_center_device
+from hvd_periodic.torch.stores import ComplexTensorStore, OffloadedStore, TensorStore, as_center_device
 from hvd_periodic.vectors.blocks import cut_into_blocks
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
 from hvd_periodic.vectors.lending import lends
@@ -44,6 +53,7 @@ class TorchReplica(Replica[torch.Tensor]):
         ValueError: no or unnamed parameters; parameters without memory.
     """
 
+    reports_work = True
     framework = f"PyTorch {torch.__version__}"
     how_to_exclude = (
         "Set requires_grad = False on them before the optimizer is made; or register them as buffers and choose a "
@@ -72,6 +82,7 @@ class TorchReplica(Replica[torch.Tensor]):
                     f"model.named_parameters(). Received: {len(named.parameters)} names, "
                     f"{len(unnamed)} of {len(self._held)} parameters without one"
                 )
+        self._digests: dict[str, tuple[Any, bytes]] = {}
         self.local_names = {name for name, policy in named.participation.items() if policy == LOCAL}
         self.keeps_own = bool(self.local_names)
         common = [(n, p) for n, p in named.parameters if n not in self.local_names]
@@ -87,9 +98,10 @@ class TorchReplica(Replica[torch.Tensor]):
                 f"{NONE_AVERAGED if set(named.participation.values()) - set(EXCHANGED) else ''}"
             )
         for name, parameter in trained:
-            if parameter.dtype not in REALS:
+            if parameter.dtype not in REALS and parameter.dtype not in COMPLEX:
                 raise TypeError(
-                    f"Parameter {name!r} must be float64, float32, bfloat16 or float16. Received: {parameter.dtype}"
+                    f"Parameter {name!r} must be float64, float32, bfloat16, float16, complex64 or complex128. "
+                    f"Received: {parameter.dtype}"
                 )
         averaged, counted, followed = map(named.of_policy, (AVERAGE, MAXIMUM, BROADCAST))
         exchanged = {id(parameter) for _, parameter in trained}
@@ -100,6 +112,7 @@ class TorchReplica(Replica[torch.Tensor]):
         self.space: VectorSpace[torch.Tensor] = TensorSpace()
         self.names = [name for name, _ in taking_part]
         self.tensors = [parameter for _, parameter in taking_part]
+        self.complex_names = [name for name, parameter in taking_part + following if parameter.is_complex()]
         self._ours, self._exchanged = ours, exchanged
         of_optimizer = [p for _, p in named.parameters if self._held is None or id(p) in self._held]
         self._trained = [parameter for parameter in of_optimizer if parameter.requires_grad]
@@ -152,11 +165,11 @@ class TorchReplica(Replica[torch.Tensor]):
         if self.present:
             facts["parameters of those present"] = self.present
         for role, store in stores.items():
-            tensors = [] if store is None else list(zip(store.layout.specs, store.tensors(), strict=True))
+            tensors = [] if store is None else list(zip(store.layout.specs, store.originals(), strict=True))
             facts[f"number of {role}s"] = len(tensors)
             for i, (spec, tensor) in enumerate(tensors):
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                facts[f"{role} {i}"] = f"{spec.name} {dtype}{list(tensor.shape)}"
+                facts[f"{role} {i}"] = f"{spec.name} {dtype}{list(shard_of(tensor).shape)}"
                 facts[f"place of {spec.name}"] = spec.kind
         return facts
 
@@ -235,13 +248,13 @@ class TorchReplica(Replica[torch.Tensor]):
         views, found = {key: store.tensors() for key, store in worker.items()}, 0
         for chunk in self._chunks:
             parameters, vectors = self.tensors[chunk], {key: tensors[chunk] for key, tensors in views.items()}
-            gradients = [tensor.grad for tensor in parameters]
+            gradients = list(map(_gradient_of, parameters))
             there = [gradient for gradient in gradients if gradient is not None]
             if len(there) < len(gradients):
                 parameters = _where_there(gradients, parameters)
                 vectors = {key: _where_there(gradients, tensors) for key, tensors in vectors.items()}
-            if self.sharded:
-                parameters, there = list(map(shard_of, parameters)), list(map(shard_of, there))
+            if self.sharded or self.complex_names:
+                parameters, there = ([as_real(shard_of(each)) for each in tensors] for tensors in (parameters, there))
             if there:
                 algorithm.local(self._lists, parameters, there, vectors)
                 found = 1
@@ -261,11 +274,35 @@ class TorchReplica(Replica[torch.Tensor]):
 
     def frozen(self) -> bytes:
         """Return a digest of the frozen parameters of the model."""
-        frozen = list(self._frozen().values())
-        digest = hashlib.sha256()
-        for parameter in frozen:
-            digest.update(shard_of(parameter).detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.digest() if frozen else b""
+        frozen = [self._digest(name, parameter) for name, parameter in self._frozen().items()]
+        return hashlib.sha256(b"".join(frozen)).digest() if frozen else b""
+
+    def digests(self) -> dict[str, bytes]:
+        """Return digests of frozen parameters, and of buffers that are local by default."""
+        weights = self.unexchanged().items()
+        return {name: self._digest(name, tensor) for name, tensor in weights if not is_of_random_generator(name)}
+
+    def advice_on_difference(self, name: str) -> str:
+        """Return the argument to write for a buffer, or for a frozen parameter, which is not exchanged."""
+        if name in self.named.policies:
+            return f"To exchange it, pass buffers={{{name!r}: 'average'}}; to keep each rank's own, 'local'"
+        return f"Change it identically on all ranks; or, to keep each rank's own, pass parameters={{{name!r}: 'local'}}"
+
+    def _digest(self, name: str, tensor: torch.Tensor) -> bytes:
+        """Return a digest of a tensor: the last one, if it has not changed since.
+
+        In-place operations count up its version. Those on ``.data`` do not, but change the sum of its 64-bit words,
+        which takes a tenth of the time of a digest.
+        """
+        shard = shard_of(tensor).detach()
+        if shard.is_meta:
+            return b""
+        state = None if shard.is_inference() else (shard._version, shard.data_ptr(), _sum_of_words(shard))
+        known, digest = self._digests.get(name, (None, b""))
+        if state is None or None in state or state != known:
+            digest = hashlib.sha256(shard.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
+            self._digests[name] = state, digest
+        return digest
 
     def discard_gradients(self) -> None:
         """Remove the gradients of the parameters, so that optimizers skip them."""
@@ -291,8 +328,7 @@ class TorchReplica(Replica[torch.Tensor]):
 
     def some_of(self, tensor: Any) -> np.ndarray:
         """Return some elements of a tensor on any device; none if it is on the meta device."""
-        flat = shard_of(tensor).detach()
-        flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
+        flat = as_real(shard_of(tensor).detach().resolve_conj()).reshape(-1)
         flat = flat[:: max(1, flat.numel() // SOME)]
         if flat.is_meta:
             return np.zeros(0)
@@ -339,12 +375,14 @@ class TorchReplica(Replica[torch.Tensor]):
     def store_of(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> Store[torch.Tensor]:
         """Return named tensors as a store, which leaves them in place."""
         specs = []
-        tensors = [torch.view_as_real(t.detach()) if t.is_complex() else t for _, t in pairs]
-        for (name, _), tensor in zip(pairs, map(shard_of, tensors), strict=True):
-            dtype = _accumulation_dtype(name, tensor)
-            kind = self._kind(dtype, tensor.device)
-            specs.append(TensorSpec(name, tuple(tensor.shape), kind, dtype.itemsize))
-        return TensorStore(Layout(specs, self.bucket_bytes), tensors, self._empty)
+        for name, tensor in pairs:
+            shard = shard_of(tensor)
+            dtype = _accumulation_dtype(name, shard)
+            kind = self._kind(dtype, shard.device)
+            specs.append(TensorSpec(name, tuple(as_real(shard).shape), kind, dtype.itemsize))
+        tensors = [tensor for _, tensor in pairs]
+        store = ComplexTensorStore if any(map(torch.is_complex, tensors)) else TensorStore
+        return store(Layout(specs, self.bucket_bytes), tensors, self._empty)
 
     def _kind(self, dtype: torch.dtype, device: torch.device) -> str:
         """Return an arena's name, the same on all ranks whatever the device index on each."""
@@ -386,16 +424,23 @@ def _where_there(gradients: Sequence[torch.Tensor | None], tensors: Sequence[tor
     return [tensor for tensor, gradient in zip(tensors, gradients, strict=True) if gradient is not None]
 
 
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a gradient that the local rule may change in place: autograd may leave a lazy conjugate."""
+    if parameter.grad is not None and parameter.grad.is_conj():
+        parameter.grad = parameter.grad.resolve_conj()
+    return parameter.grad
+
+
 def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _signature(parameter: torch.Tensor) -> tuple[torch.dtype, torch.Size, torch.device]:
-    return parameter.dtype, parameter.shape, parameter.device
+def _signature(parameter: torch.Tensor) -> tuple[torch.dtype, torch.Size, torch.device, bool]:
+    return parameter.dtype, parameter.shape, parameter.device, parameter.is_conj()
 
 
-def _describe(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+def _describe(dtype: torch.dtype, shape: torch.Size, device: torch.device, conj: bool) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}{' with the conj bit set' if conj else ''}"
 
 
 def _accumulation_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
@@ -410,6 +455,16 @@ def _accumulation_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
         raise ValueError(f"{name!r} is an expanded tensor, whose elements share memory: .clone() it")
-    if tensor.is_floating_point():
-        return REALS.get(tensor.dtype, torch.float32)
+    if tensor.is_conj():
+        raise ValueError(f"{name!r} is a lazy conjugate, with the conj bit set: .resolve_conj() it")
+    if tensor.is_floating_point() or tensor.is_complex():
+        return REALS.get(as_real(tensor).dtype, torch.float32)
     return INTEGERS.get(tensor.dtype, torch.int64)
+
+
+def _sum_of_words(tensor: torch.Tensor) -> int | None:
+    """Return the sum of the 64-bit words of a tensor, modulo 2⁶⁴; None if it does not consist of such words."""
+    size = tensor.element_size()
+    if not tensor.is_contiguous() or tensor.numel() * size % 8 or tensor.storage_offset() * size % 8:
+        return None
+    return int(tensor.reshape(-1).view(torch.int64).sum())

@@ -56,6 +56,10 @@ def check_sharded(sharded: Mapping[str, Any], exchanged: Sequence[torch.Tensor])
     for name, tensor in sharded.items():
         if any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"{name!r} is a sum that ranks have not formed yet: {tensor.placements}. Redistribute it")
+        if tensor.is_complex():
+            raise ValueError(
+                f"{name!r} is complex and sharded: complex parameters must be whole. Received: {tensor.dtype}"
+            )
         if not shard_of(tensor).is_contiguous():
             raise ValueError(f"The shard of {name!r} must be contiguous. Received: strides {shard_of(tensor).stride()}")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from hvd_periodic.torch import foreach
-from hvd_periodic.torch.dtypes import INTEGERS, REALS
+from hvd_periodic.torch.dtypes import INTEGERS, REALS, as_real
 from hvd_periodic.torch.sharded_parameters import shard_of
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import FlatStore, PackedStore
@@ -64,6 +64,14 @@ class TensorStore(PackedStore[torch.Tensor]):
     def _tensor(self, index: int) -> torch.Tensor:
         """Return a tensor, or this rank's shard of it, which FSDP may move."""
         return shard_of(self._tensors[index])
+
+
+class ComplexTensorStore(TensorStore):
+    """Tensors of the model, of which complex ones are read and written as pairs of reals."""
+
+    def _tensor(self, index: int) -> torch.Tensor:
+        """Return a tensor; of a complex one, its memory as reals, wherever it is now."""
+        return as_real(super()._tensor(index))
 
 
 class OffloadedStore(FlatStore[torch.Tensor]):

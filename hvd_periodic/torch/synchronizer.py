@@ -16,6 +16,7 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed
 from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
+from hvd_periodic.centers.norm_bounds import NormBounds
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.job import JobCommunicator
@@ -130,7 +131,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             replica = TorchReplica(named, optimizer, center_device=options["center_device"])
             self.averaging = self.gradient_group or island_of(replica.named.behind(), communicator, asynchronous)
             communicator.check_devices({tensor.device.type for tensor in replica.tensors})
-            _check_replica(replica, communicator, planned, asynchronous, options["nonfinite"], self.averaging)
+            bounded = options["max_message_norm"] is not None or options["max_mean_norm"] is not None
+            _check_replica(replica, communicator, planned, asynchronous, options["nonfinite"], self.averaging, bounded)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             require_possible(communicator, options["center"], options["nonfinite"], asynchronous, options["overlap"])
             moving = made.outer_optimizer(optimizer, outer_optimizer)
@@ -281,6 +283,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         if self.averaging is not None:
             raise TypeError("A DistributedDataParallel's optimizer cannot be copied or pickled: save its state_dict()")
         replica, membership = self.replica, self.membership
+        bounds = self.exchanger.context.bounds or NormBounds()
         of_rank = (replica.named, replica.optimizer, replica.bucket_bytes, replica.center_device)
         arguments = {
             "algorithm": self.exchanged.algorithm,
@@ -296,6 +299,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "nonfinite": self.exchanger.context.nonfinite,
             "weight": self.handshake.weight.given,
             "audit_every": self.exchanger.context.audit_every,
+            "max_message_norm": bounds.message,
+            "max_mean_norm": bounds.mean,
             "timeout_seconds": membership.communicator.tracker.timeout,
             "run_log": self.run_log or False,
         }
@@ -326,6 +331,7 @@ def _check_replica(
     asynchronous: bool,
     nonfinite: str,
     averaging: JobCommunicator | None,
+    bounded: bool,
 ) -> None:
     """Refuse options that do not go with the device of the center or with sharded parameters."""
     if asynchronous and replica.center_device is not None:
@@ -339,6 +345,7 @@ def _check_replica(
         "a period in Seconds": isinstance(schedule, Seconds),
         "gradients that something else averages": averaging is not None,
         "elastic Horovod": communicator.elastic,
+        "max_message_norm and max_mean_norm, as the norm of a replica is not that of its shards": bounded,
     }
     asked = [what for what, here in refused.items() if here]
     if replica.sharded and asked:

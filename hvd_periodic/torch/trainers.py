@@ -11,6 +11,7 @@ import torch
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.torch.center import copied
+from hvd_periodic.torch.dtypes import as_real
 from hvd_periodic.torch.neutral import neutral
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.reporting import Reporter, Values
@@ -147,7 +148,7 @@ def share_average(communicator: Communicator, average: torch.nn.Module, updates:
     name = f"{communicator.handshake_name}.trainer.average"
     with neutral():
         for tensor in (*average.parameters(), *average.buffers()):
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            real = as_real(tensor)
             wide = torch.float64 if real.dtype == torch.float64 else torch.float32
             own = real.detach().to("cpu", wide if real.is_floating_point() else torch.int64, copy=True).reshape(-1)
             if begun and real.is_floating_point():

@@ -79,6 +79,10 @@ class VectorSpace(Generic[V]):
         """Return the inner product ``x · y``."""
         return float((x * y).sum())
 
+    def square(self, x: Any) -> float:
+        """Return ``x · x``, computed in float64, in one order on all ranks."""
+        return float(np.square(x, dtype=np.float64).sum())
+
     def concatenate(self, parts: Sequence[Any]) -> V:
         """Return the vectors joined into one."""
         return cast(V, np.concatenate(parts))

@@ -40,6 +40,10 @@ class Store(Protocol[V]):
     def tensors(self) -> list[Any]:
         """Return the tensors, in the order and with the shapes of the layout; views if the store is flat."""
 
+    def originals(self) -> list[Any]:
+        """Return the tensors as they were passed; :meth:`tensors` has complex ones as pairs of reals."""
+        return self.tensors()
+
 
 rename_members(Store, away="offloaded")
 
@@ -130,8 +134,12 @@ class PackedStore(Store[V]):
         """Return the user's tensors."""
         return [self._tensor(index) for index in range(len(self._tensors))]
 
+    def originals(self) -> list[Any]:
+        """Return the user's tensors as they were passed."""
+        return list(self._tensors)
+
     def _tensor(self, index: int) -> Any:
-        """Return the part of a tensor that is read and written: all of it."""
+        """Return the part of a tensor that is read and written, with the shape that the layout has: all of it."""
         return self._tensors[index]
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow.compat.v1 as tf
 from mpi4py import MPI
@@ -23,9 +22,10 @@ from safetensors.numpy import load_file
 
 from hvd_periodic.asynchronous.worker import VARIABLE
 from hvd_periodic.tensorflow import contrib_opt
-from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.communicator import communicator_of
 from tests.parallel.contrib_scenarios import bits, centers, getter_of, hook, init_op, network, outside_of_hooks, started
 from tests.parallel.program import Scenarios, attempt
+from tests.parallel.tensorflow_job import hvd
 
 scenario = Scenarios()
 
@@ -152,7 +152,7 @@ def one_after_the_other() -> Any:
             optimizer = make(getter)
             train = optimizer.apply_gradients([(tf.constant([-1.0], tf.float64), w)])
             final, seen = optimizer.get_final_op(), []
-            communicator = TensorFlowCommunicator()
+            communicator = communicator_of(None)
             with started(optimizer) as session:
                 for turn in range(3 * hvd.size()):
                     if turn % hvd.size() == hvd.rank():

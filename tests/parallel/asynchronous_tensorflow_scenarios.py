@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
@@ -40,6 +39,7 @@ from tests.parallel.keras_scenarios import (
     train_step,
 )
 from tests.parallel.program import NotApplicableError, Scenarios, attempt, rotated
+from tests.parallel.tensorflow_job import hvd
 
 MODES: dict[str, tuple[str, str]] = {
     "window": ("window", "replicated"),

@@ -20,7 +20,7 @@ from hvd_periodic.centers import saved_states
 from hvd_periodic.checkpoints import files
 from tests.parallel.program import NotApplicableError, Scenarios, attempt
 from tests.parallel.scenarios import bits
-from tests.parallel.torch_job import UNDER_TORCHRUN, hvd
+from tests.parallel.torch_job import WITHOUT_HOROVOD, hvd
 
 scenario = Scenarios()
 
@@ -90,7 +90,7 @@ CASES: dict[str, Callable[[torch.nn.Module], Any]] = {
     "distributed": distributed,
     "post-local": after_a_synchronous_phase,
 }
-CASES = {name: make for name, make in CASES.items() if not (UNDER_TORCHRUN and name in OF_HOROVOD)}
+CASES = {name: make for name, make in CASES.items() if not (WITHOUT_HOROVOD and name in OF_HOROVOD)}
 
 
 def train(model: torch.nn.Module, optimizer: Any, first: int, last: int, scheduler: Any = None) -> None:
@@ -246,7 +246,7 @@ def the_file_of_the_root_alone() -> Any:
             if file.name != "rank-0.npz":
                 file.unlink()
     hvd.barrier()
-    broadcasts = () if UNDER_TORCHRUN else ("broadcasts",)
+    broadcasts = () if WITHOUT_HOROVOD else ("broadcasts",)
     for case in ("visible", "not visible", "on the root", *broadcasts):
         model, optimizer, _ = made("easgd")
         values: dict[str, Any] = {}

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
@@ -21,6 +20,7 @@ import hvd_periodic.tensorflow as hvdp
 from hvd_periodic.centers import saved_states
 from hvd_periodic.checkpoints import saving as checkpoint_saving
 from tests.parallel.program import Scenarios, attempt
+from tests.parallel.tensorflow_job import hvd
 
 scenario = Scenarios()
 
@@ -148,7 +148,7 @@ def the_file_of_the_root_alone() -> Any:
             for file in (path / name).glob("*/rank-*.npz"):
                 if file.name != "rank-0.npz":
                     file.unlink()
-        hvd.allgather(tf.zeros(1))
+        hvd.barrier()
         for case in ("visible", "on the root", "broadcasts"):
             model, optimizer = made(name)
             values = {}
@@ -175,12 +175,12 @@ def damage() -> Any:
     results.append(attempt(lambda: hvdp.load(path, other, optimizer)))
     results.append(attempt(lambda: train(other, optimizer, 0, 1)))
     last = path / f"000001-step{SAVED}" / f"rank-{hvd.size() - 1}.npz"
-    hvd.allgather(tf.zeros(1))
+    hvd.barrier()
     if hvd.rank() == 0:
         data = bytearray(last.read_bytes())
         data[len(data) // 2] ^= 4
         last.write_bytes(data)
-    hvd.allgather(tf.zeros(1))
+    hvd.barrier()
     model, optimizer = made("easgd")
     results.append(attempt(lambda: hvdp.load(path, model, optimizer)))
     results.append(attempt(lambda: train(model, optimizer, 0, 1), tf.errors.OpError))
@@ -223,7 +223,7 @@ def beside_collectives_of_the_user() -> Any:
         if step % 10 == 9:
             hvdp.save(folder("beside"), model, optimizer, background=True)
         for number in range(20):
-            gathered = hvd.allgather(tf.constant([1000 * hvd.rank() + number]), name="mine").numpy().tolist()
+            gathered = hvd.allgather_object(1000 * hvd.rank() + number, name="mine")
             wrong += [] if gathered == [1000 * rank + number for rank in range(hvd.size())] else [gathered]
     optimizer.finalize()
     return [wrong, len(list(folder("beside").glob("*/manifest.json")))]

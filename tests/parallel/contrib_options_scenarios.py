@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow.compat.v1 as tf
 
@@ -20,6 +19,7 @@ from hvd_periodic.tensorflow import contrib_opt
 from hvd_periodic.tensorflow.private import eager
 from tests import oracle
 from tests.parallel.program import Scenarios, attempt
+from tests.parallel.tensorflow_job import hvd
 
 scenario = Scenarios()
 

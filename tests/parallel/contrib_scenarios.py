@@ -17,13 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow.compat.v1 as tf
 
 from hvd_periodic.tensorflow import Compression, contrib_opt
 from tests import oracle
 from tests.parallel.program import Scenarios, attempt, rotated
+from tests.parallel.tensorflow_job import hvd
 
 scenario = Scenarios()
 

@@ -3,9 +3,10 @@
     bash run_scripts/gpu_check.sh
 
 Needs a Python with torch (built with CUDA) and numpy; no set-up, no compiler, no network. Two ranks share the GPU if
-there is only one. Ranks communicate over torch.distributed (NCCL; Gloo if they share a GPU, which NCCL refuses), and
-over Horovod where it is installed for PyTorch. A job that fails or hangs does not end the others. The whole check ends
-within eight minutes. The exit code is 1 if a result differs, a local step waits for the GPU, or a job does not end.
+there is only one. Ranks communicate over torch.distributed (NCCL; Gloo if they share a GPU, which NCCL refuses); two
+ranks also over Horovod and MPI where these are installed. A job that fails or hangs does not end the others. The whole
+check ends within eight minutes. The exit code is 1 if a result differs, a local step waits for the GPU, or a job does
+not end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,16 +34,23 @@ PROGRAM = "tests.parallel.gpu_program"
 SECONDS = 470.0
 """Within which all jobs end."""
 
+_MPIRUN = ["bash", str(ROOT / "run_scripts" / "local_mpirun.sh")]
 LAUNCHERS = {
     "torch": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"],
-    "horovod": ["bash", str(ROOT / "run_scripts" / "local_mpirun.sh")],
+    "horovod": _MPIRUN,
+    "mpi": _MPIRUN,
 }
 """Commands that the number of ranks and the program follow."""
 
 
 def backends() -> list[str]:
     """Return the backends that are installed."""
-    return ["torch", *(["horovod"] if find_spec("horovod") and _imports("horovod.torch") else [])]
+    found = ["torch"]
+    if find_spec("horovod") and _imports("horovod.torch"):
+        found.append("horovod")
+    if shutil.which("mpirun") and find_spec("mpi4py") and _imports("mpi4py.MPI"):
+        found.append("mpi")
+    return found
 
 
 def _imports(module: str) -> bool:
@@ -122,11 +131,8 @@ def main() -> int:
     print(", ".join(f"{key} {value}" for key, value in found.items()))
     passed = ["--device", arguments.device]
     passed += ["--algorithms", *arguments.algorithms] if arguments.algorithms else []
-    left = [
-        (backend, ranks)
-        for backend in ([arguments.comm] if arguments.comm else backends())
-        for ranks in arguments.ranks
-    ]
+    tried = [arguments.comm] if arguments.comm else backends()
+    left = [(backend, ranks) for backend in tried for ranks in arguments.ranks if ranks > 1 or backend == tried[0]]
     jobs, end = [], time.monotonic() + SECONDS
     while left:
         share = (end - time.monotonic()) / len(left)

@@ -360,6 +360,7 @@ def refused() -> Any:
 
     alone = island_of_one()
     fine = divided(Quadratic(3))
+    of_complex = divided(torch.nn.Linear(4, 4, bias=False, dtype=torch.complex64))
     cases: dict[str, Callable[[], Any]] = {
         "uneven": lambda: hvdp.ModelAverageOptimizer(
             torch.optim.SGD(uneven.parameters(), lr=0.1), uneven, process_set=HERE["groups"].cross
@@ -370,6 +371,10 @@ def refused() -> Any:
         "one mesh": partial(made, "average", nothing),
         "asynchronous": partial(made, "easgd", asynchronous=True),
         "skip": partial(made, "easgd", nonfinite="skip"),
+        "bounds": partial(made, "average", max_mean_norm=1.0),
+        "complex": lambda: hvdp.ModelAverageOptimizer(
+            torch.optim.SGD(of_complex.parameters(), lr=0.1), of_complex, process_set=HERE["groups"].cross
+        ),
         "seconds": lambda: hvdp.PeriodicOptimizer(
             torch.optim.SGD(fine.parameters(), lr=0.1), fine, hvdp.Averaging, hvdp.Seconds(1.0)
         ),

@@ -55,6 +55,7 @@ MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none"]
 LAUNCHERS = {
     "python": [],
     "mpirun": MPIRUN,
+    "mpirun, Horovod": ["env", "HVD_PERIODIC_COMM=horovod", *MPIRUN],
     "mpirun, MPI": ["env", "HVD_PERIODIC_COMM=mpi", *MPIRUN],
     "mpirun, torch.distributed": ["env", "HVD_PERIODIC_COMM=torch", *MPIRUN],
     "horovodrun --gloo": ["horovodrun", "--gloo"],

@@ -174,20 +174,25 @@ def errors(folder: Path) -> None:
 
 
 def same_bits(folder: Path, front_end: str) -> None:
-    """Write digests of this rank's replica and of the center after training over each library, by way to exchange."""
-    import torch.distributed as dist
-    from mpi4py import MPI
+    """Write digests of this rank's replica and of the center after training over each library, by way to exchange.
 
-    from hvd_periodic.comm.selection import LIBRARIES
+    ``HVD_PERIODIC_COMM`` names one of the libraries; without it, all are tried in this process.
+    """
+    from hvd_periodic.comm.selection import LIBRARIES, requested
     from hvd_periodic.comm.selection import VARIABLE as CHOICE
 
-    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-    importlib.import_module(f"horovod.{front_end}").init()
-    store = dist.FileStore(str(folder / "rendezvous"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{what}"]) for what in ("RANK", "SIZE"))
+    libraries = [requested()] if requested() else list(LIBRARIES)
+    if "horovod" in libraries:
+        importlib.import_module(f"horovod.{front_end}").init()
+    if "torch" in libraries:
+        import torch.distributed as dist
+
+        store = dist.FileStore(str(folder / "rendezvous"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     found = {}
-    for library in LIBRARIES:
-        os.environ[CHOICE] = library
+    for library in libraries:
+        os.environ[CHOICE] = str(library)
         found[library] = {name: _trained(front_end, *way, rank) for name, way in _ways().items()}
     (folder / f"{rank}.json").write_text(json.dumps(found))
 

@@ -27,13 +27,13 @@ class WithoutHorovod:
     def __init__(self, library: str) -> None:
         self._library = library
 
-    def init(self, process_sets: list[Any] | None = None) -> None:
+    def init(self, process_sets: list[Any] | str | None = None) -> None:
         """Put groups into the places of process sets; initialize torch.distributed, if that is the library."""
         if self._library == "torch":
             rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{what}"]) for what in ("RANK", "SIZE"))
             where = f"file://{Path(sys.argv[1]).absolute()}/rendezvous"
             self._distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
-        if process_sets:
+        if isinstance(process_sets, list):
             process_sets[:] = [self._group(ranks) for ranks in process_sets]
 
     @property
@@ -66,12 +66,35 @@ class WithoutHorovod:
     def size(self) -> int:
         return self.everyone.size
 
-    def allreduce(self, value: Any, op: str, name: str = "allreduce") -> Any:
+    def allreduce(self, value: Any, op: str = "average", name: str = "allreduce") -> Any:
         """Return the sum or the mean of tensors."""
         import tensorflow as tf
 
         total = self.everyone.allreduce(np.array(value).reshape(-1), name)().reshape(value.shape)
         return tf.constant(total / self.size() if op == self.Average else total, value.dtype)
+
+    def mpi_enabled(self) -> bool:
+        return self._library == "mpi"
+
+    def broadcast_variables(self, variables: list[Any], root_rank: int) -> None:
+        """Give all variables the values of the root."""
+        values = self.broadcast_object([variable.numpy() for variable in variables], root_rank)
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+    def broadcast_global_variables(self, root_rank: int) -> Any:
+        """Return an operation that gives all global variables the values of the root."""
+        import tensorflow.compat.v1 as tf
+
+        variables = tf.global_variables()
+        values = tf.numpy_function(
+            lambda *own: self.broadcast_object(own, root_rank),
+            [variable.read_value() for variable in variables],
+            [variable.dtype.base_dtype for variable in variables],
+        )
+        for variable, value in zip(variables, values, strict=True):
+            value.set_shape(variable.shape)
+        return tf.group(*(tf.assign(variable, value) for variable, value in zip(variables, values, strict=True)))
 
     def allgather_object(self, value: object, name: str = "allgather") -> list[Any]:
         return self.everyone.allgather_object(value, name)

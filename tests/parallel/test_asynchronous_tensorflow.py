@@ -18,38 +18,38 @@ pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(240)
 
-SIZES = [1, thorough(3)]
-GRAPHS = [thorough((1, "v2")), (2, "v1")]
+JOBS = [
+    ("mpirun", 1),
+    ("mpirun, MPI", 2, "in_turn", "conservation", "resume"),
+    thorough(("mpirun", 3)),
+    thorough(("mpirun, MPI", 3)),
+]
+"""Launcher, ranks, and what the job runs; default: everything."""
+
+GRAPHS = [thorough(("mpirun", 1, "v2")), ("mpirun", 2, "v1"), thorough(("mpirun, MPI", 2, "v2"))]
+"""Launcher, ranks, and version."""
 
 DEFAULT_RHO = [[1, 0], [1.3125, 0.4375], [1.984375, 0.4375], [1.9755859375, 0.9501953125]]
 """The numbers that tf.contrib.opt itself gave."""
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"mpirun {size}")
+@pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("job")
-    return run_scenarios(
-        "mpirun", request.param, "asynchronous_tensorflow_scenarios", folder, 200, "mpi", framework="tensorflow"
-    )
+    launcher, size, *only = request.param
+    arguments = (launcher, size, "asynchronous_tensorflow_scenarios", tmp_path_factory.mktemp("job"), 200, "mpi")
+    return run_scenarios(*arguments, framework="tensorflow", only=only)
 
 
-@pytest.fixture(scope="module", params=GRAPHS, ids=lambda job: f"mpirun {job[0]} {job[1]}")
+@pytest.fixture(scope="module", params=GRAPHS, ids=lambda job: " ".join(map(str, job)))
 def graphs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    size, mode = request.param
-    return run_scenarios(
-        "mpirun",
-        size,
-        "asynchronous_contrib_scenarios",
-        tmp_path_factory.mktemp("job"),
-        200,
-        mode,
-        framework="tensorflow",
-    )
+    launcher, size, mode = request.param
+    folder = tmp_path_factory.mktemp("job")
+    return run_scenarios(launcher, size, "asynchronous_contrib_scenarios", folder, 200, mode, framework="tensorflow")
 
 
 def by_mode(ranks: list[dict[str, Any]], scenario: str) -> list[tuple[str, list[Any]]]:
     """Return what all ranks report, by transport."""
-    modes = list(ranks[0][scenario])
+    modes = list(column(ranks, scenario)[0])
     assert modes[0] == "window"
     assert len(modes) == 1 or len(ranks) > 1
     return [(mode, column(ranks, scenario, mode)) for mode in modes]

@@ -20,6 +20,7 @@ Reports = list[dict[str, Any]]
 
 CHAINS = [
     (("horovodrun --gloo", 2), ("python", 1)),
+    (("mpirun, MPI", 2), ("mpirun, MPI", 1)),
     thorough((("mpirun", 2), ("mpirun", 3), ("python", 1), ("mpirun", 2))),
     thorough((("torchrun", 2), ("torchrun", 3), ("torchrun", 1), ("torchrun", 2))),
 ]
@@ -35,8 +36,9 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     for launcher, size in request.param:
         only = [] if all(len(report) != size for report in reports) else ["among_others"]
         folder = tmp_path_factory.mktemp("job")
+        framework = None if launcher == "mpirun, MPI" else "torch"  # There, Horovod is not imported.
         arguments = (launcher, size, "checkpoint_scenarios", folder, 150, str(shared))
-        reports.append(run_scenarios(*arguments, framework="torch", only=only))
+        reports.append(run_scenarios(*arguments, framework=framework, only=only))
         for rank in range(size):  # The last save, for which no process has waited, is complete.
             (file,) = (shared.parent / f"shared-{size}-end" / str(rank)).glob("000001-step2/manifest.json")
             assert len(json.loads(file.read_text())["manifest"]["files"]) == size

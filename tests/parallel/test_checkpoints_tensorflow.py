@@ -20,6 +20,7 @@ Reports = list[dict[str, Any]]
 CHAINS = [
     (("horovodrun --gloo", 2, "exact"), ("python", 1, "among_others")),
     thorough((("horovodrun --gloo", 2), ("python", 1, "among_others"))),
+    thorough((("mpirun, MPI", 2), ("mpirun, MPI", 3, "among_others"))),
     thorough((("mpirun", 3), ("mpirun", 2, "among_others"))),
 ]
 """Jobs one after another, which find what those before have saved: launcher, ranks, and what they run; default: all."""

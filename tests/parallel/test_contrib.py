@@ -26,6 +26,9 @@ JOBS = [
     thorough(("python", 1, "v2")),
     thorough(("horovodrun --gloo", 2, "v1")),
     ("horovodrun --gloo", 2, "v1", *OF_SIZE),
+    ("mpirun, MPI", 2, "v2", *OF_SIZE),
+    thorough(("mpirun, torch.distributed", 2, "v1", *OF_SIZE)),
+    thorough(("mpirun, MPI", 3, "v2", *OF_SIZE)),
     thorough(("mpirun", 3, "v2", *OF_SIZE)),
 ]
 """Launcher, ranks, version, and what the job runs; default: everything."""
@@ -263,9 +266,13 @@ def test_disagreement_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> 
                 assert fragment in error
 
 
-def test_horovod_has_to_be_initialized(ranks: list[dict[str, Any]]) -> None:
-    """Also alone: a script of contrib asks Horovod for its size."""
-    assert all("hvd.init()" in error for error in column(ranks, "not_initialized"))
+def test_horovod_has_to_be_initialized(ranks: list[dict[str, Any]], request: pytest.FixtureRequest) -> None:
+    """Also alone: a script of contrib asks Horovod for its size. So has torch.distributed; MPI needs nothing."""
+    library = request.node.callspec.params["ranks"][0].partition(", ")[2]
+    missing = {"": "hvd.init()", "torch.distributed": "call torch.distributed.init_process_group()", "MPI": ""}[library]
+    for error in column(ranks, "not_initialized"):
+        assert missing in error
+        assert (error == "") == (library == "MPI")
 
 
 def test_two_initializations_at_once(ranks: list[dict[str, Any]]) -> None:

@@ -15,7 +15,10 @@ pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(240)
 
-JOBS = [("horovodrun --gloo", 2, "v1"), thorough(("mpirun", 3, "v2"))]
+JOBS = [
+    ("horovodrun --gloo", 2, "v1"),
+    *(thorough((launcher, 3, "v2")) for launcher in ("mpirun", "mpirun, MPI", "mpirun, torch.distributed")),
+]
 """Launcher, ranks, and version."""
 
 

@@ -97,3 +97,16 @@ def test_a_job_that_hangs_does_not_end_the_others(
     assert [(job["ranks"], job["exit"]) for job in jobs] == [(1, "killed after 3 s"), (2, 0)]
     assert [job["findings"][0]["name"] for job in jobs] == ["on 1", "on 2"]
     assert "failed: torch, ranks: 1, exit: killed after 3 s" in capsys.readouterr().out
+
+
+def test_one_rank_is_tried_once_and_two_over_everything_that_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "backends", lambda: list(gpu_check.LAUNCHERS))
+    jobs: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        gpu_check, "run", lambda backend, ranks, *_: jobs.append((backend, ranks)) or {"exit": 0, "backend": backend}
+    )
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--device", "cpu", "--output", str(tmp_path)])
+    assert gpu_check.main() == 0
+    assert jobs == [("torch", 1), ("torch", 2), ("horovod", 2), ("mpi", 2)]

@@ -124,6 +124,8 @@ REFUSED = {
     "one mesh": "their positions in islands|This rank owns no parameter elements: shard the model over fewer",
     "asynchronous": "rules out asynchronous=True",
     "skip": "rules out nonfinite='skip'",
+    "bounds": "rules out max_message_norm and max_mean_norm",
+    "complex": "'weight' is complex and sharded: complex parameters must be whole",
     "seconds": "rules out a period in Seconds",
     "save": r"save\(\), load\(\) and SaveBestCenter need the whole model on every rank",
     "load": r"save\(\), load\(\) and SaveBestCenter need the whole model on every rank",

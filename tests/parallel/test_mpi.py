@@ -77,8 +77,13 @@ def test_trainings_of_one_job_are_told_apart(two_trainings: tuple[Path, list[Any
         assert sorted(numbers) == ["0", "1", "2", "3"]
         assert len(set(names)) == 2
     for number, lines in read_run_log(log).items():
-        began = [line["ranks"] for line in lines if line["event"] == "began"]
-        assert [number % 2, number % 2 + 2] in began, "beside those of a Horovod that numbers ranks otherwise"
+        assert [line["ranks"] for line in lines if line["event"] == "began"] == [[number % 2, number % 2 + 2]]
+    for first, asynchronous in ((0, False), (1, True)):
+        of_horovod = read_run_log(log / f"training-of-rank-{first}")
+        assert list(of_horovod) == [0, 1]
+        for lines in of_horovod.values():
+            began = [(line["ranks"], line["asynchronous"]) for line in lines if line["event"] == "began"]
+            assert began == [([0, 1], asynchronous)]
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +138,21 @@ def test_mpi_without_its_launcher(variables: dict[str, str], text: str) -> None:
     assert text in done.stderr
 
 
-@pytest.mark.parametrize("front_end", ["torch"])
-def test_each_library_leads_to_the_same_bits(front_end: str, tmp_path: Path) -> None:
-    """On two ranks, whose sums have one order."""
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("front_end", "launchers"),
+    [("torch", ["mpirun"]), ("tensorflow", ["mpirun, Horovod", "mpirun, torch.distributed", "mpirun, MPI"])],
+)
+def test_each_library_leads_to_the_same_bits(front_end: str, launchers: list[str], tmp_path: Path) -> None:
+    """On two ranks, whose sums have one order; in one job with all libraries, or one job with each."""
     pytest.importorskip(f"horovod.{front_end}")
-    ranks = run_scenarios("mpirun", 2, "mpi_program", tmp_path, 90, "same bits", front_end, framework=front_end)
+    ranks: list[dict[str, Any]] = [{}, {}]
+    for number, launcher in enumerate(launchers):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        reports = run_scenarios(launcher, 2, "mpi_program", folder, 90, "same bits", front_end, framework=front_end)
+        for found, report in zip(ranks, reports, strict=True):
+            found.update(report)
     for found in ranks:
         assert found["horovod"] == found["torch"] == found["mpi"]
     for way, (_, center) in ranks[0]["horovod"].items():

@@ -21,6 +21,8 @@ JOBS = [
     ("mpirun", 2, "tensorflow"),
     ("mpirun", 3, "numpy"),
     ("torchrun", 2, "torch"),
+    ("mpirun, MPI", 2, "torch"),
+    thorough(("mpirun, MPI", 2, "tensorflow")),
     thorough(("horovodrun --gloo", 2, "tensorflow")),
     thorough(("horovodrun --mpi", 2, "torch")),
 ]

@@ -21,6 +21,7 @@ from hvd_periodic.comm.mpi import group_of_ranks
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 OVER_MPI = os.environ.get("HVD_PERIODIC_COMM") == "mpi"
 BESIDE_MPI = os.environ.get("HVD_PERIODIC_COMM") == "torch" and "OMPI_COMM_WORLD_RANK" in os.environ
+WITHOUT_HOROVOD = UNDER_TORCHRUN or BESIDE_MPI or OVER_MPI
 
 
 class OverTorchDistributed:
@@ -98,6 +99,9 @@ class OverMPI:
 
         return communicator_of(None)
 
+    def shutdown(self) -> None:
+        """Leave MPI to mpi4py, which ends it at exit."""
+
     def is_initialized(self) -> bool:
         return True
 
@@ -120,6 +124,10 @@ class OverMPI:
         total: torch.Tensor = self.everyone.allreduce(value.clone().reshape(-1), name)()
         return total.reshape(value.shape) / self.size()
 
+    def allreduce_(self, value: torch.Tensor, name: str = "allreduce") -> None:
+        """Sum in place."""
+        value.copy_(self.everyone.allreduce(value.reshape(-1), name)().reshape(value.shape))
+
     def allgather_object(self, value: object, name: str = "allgather") -> list[Any]:
         return self.everyone.allgather_object(value, name)
 
@@ -132,7 +140,7 @@ def _backends() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
 
 
-if UNDER_TORCHRUN or BESIDE_MPI or OVER_MPI:
+if WITHOUT_HOROVOD:
     for module in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
         del sys.modules[module]  # Jobs share imports.
     sys.modules["horovod"] = None  # type: ignore[assignment]

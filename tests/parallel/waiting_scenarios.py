@@ -53,7 +53,7 @@ hvd: Any = (
     if FRAMEWORK == "numpy"
     else importlib.import_module("tests.parallel.torch_job").hvd
     if FRAMEWORK == "torch"
-    else importlib.import_module("horovod.tensorflow")
+    else importlib.import_module("tests.parallel.tensorflow_job").hvd
 )
 hvdp: Any = importlib.import_module("hvd_periodic" if FRAMEWORK == "numpy" else f"hvd_periodic.{FRAMEWORK}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -279,6 +281,28 @@ def test_what_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     ended = processes.run([str(program(tmp_path, "hangs", text))], 5.0, os.environ)
     assert (ended.code, ended.output.strip()) == (None, "here")
     state = Path(f"/proc/{child.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_what_runs_in_any_thread(number: signal.Signals, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    stays = program(tmp_path, "stays", f"trap '' TERM; echo $$ >{pipe}; exec sleep 1000")
+    text = (
+        "import os, sys, threading\n"
+        "from hvd_periodic.cli import processes\n"
+        "run = lambda: processes.run([sys.argv[1]], 500, os.environ)\n"
+        "with processes.ended_by_signals():\n"
+        "    thread = threading.Thread(target=run)\n"
+        "    thread.start()\n"
+        "    thread.join()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", text, str(stays)], stderr=subprocess.DEVNULL)
+    child = pipe.read_text().strip()
+    process.send_signal(number)
+    assert process.wait(60 * PATIENCE) == (143 if number == signal.SIGTERM else -number)
+    state = Path(f"/proc/{child}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
 

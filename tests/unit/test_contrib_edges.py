@@ -305,3 +305,11 @@ def test_a_local_optimizer_that_has_been_used_moves_the_center() -> None:
         start(session, optimizer)
         session.run(train)
         assert session.run(w).tolist() == pytest.approx([0.5, 1.5], abs=1e-5)
+
+
+def test_complex_variables_are_refused() -> None:
+    getter = contrib_opt.ElasticAverageCustomGetter("/job:worker/task:0")
+    with tf.variable_scope("", custom_getter=getter):
+        w = tf.get_variable("w", initializer=tf.constant([1j, 2.0]))
+    with pytest.raises(TypeError, match=r"'w' must be float64, float32, bfloat16 or float16\. Received: complex128"):
+        elastic(getter).apply_gradients([(w, w)])

@@ -433,3 +433,13 @@ def test_a_log_that_was_cut_off_is_read(tmp_path: Path) -> None:
     assert read_run_log(tmp_path) == {2: [{"event": "began"}], 10: [{"event": "began"}]}
     with pytest.raises(FileNotFoundError, match="There is no run log in"):
         read_run_log(tmp_path / "none")
+
+
+def test_trainings_of_one_job_have_logs_of_their_own(tmp_path: Path) -> None:
+    for first in (0, 1):
+        folder = tmp_path / f"training-of-rank-{first}"
+        folder.mkdir()
+        (folder / "rank-0.jsonl").write_text('{"event": "began"}\n')
+    ends = r"rank-0.jsonl. Each of several trainings of a job has its own: .*/training-of-rank-0, .*/training-of-rank-1"
+    with pytest.raises(FileNotFoundError, match=ends):
+        read_run_log(tmp_path)

@@ -448,6 +448,7 @@ def test_refused_arguments(make: Any, error: type[Exception], message: str) -> N
         (lambda: keras.Sequential([keras.layers.Dense(1)]), {}, ValueError, "The model is not built"),
         (lambda: [], {}, ValueError, "At least one trainable variable"),
         (lambda: [tf.Variable([1])], {}, TypeError, "must be float64, float32, bfloat16 or float16. Received: int32"),
+        (lambda: [tf.Variable([1j])], {}, TypeError, r"must be float64, .* or float16. Received: complex128"),
         (lambda: [parameter()], {"algorithm": hvdp.AGN()}, ValueError, "pass `outer_optimizer`"),
         (lambda: [parameter()], {"period": 0}, ValueError, "`period`, unless it is a schedule"),
         (lambda: [parameter()], {"buffers": "average"}, ValueError, "needs the model"),

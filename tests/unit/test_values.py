@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -339,7 +340,7 @@ def test_a_rank_that_has_run_out_of_data_does_not_count() -> None:
     [
         (-1, "`weight` must be zero or positive and finite. Received: -1"),
         (math.nan, "`weight` must be zero or positive and finite. Received: nan"),
-        ("heavy", "`weight` must be a number. Received: 'heavy'"),
+        ("heavy", "`weight` must be a number.*Received: 'heavy'"),
     ],
 )
 def test_no_weight(weight: Any, message: str) -> None:
@@ -356,7 +357,7 @@ def test_no_weight(weight: Any, message: str) -> None:
 
     for _, text in errors(2, run):
         assert "The weight of this rank cannot be used" in text
-        assert message in text
+        assert re.search(message, text)
 
 
 def test_weights_that_make_no_sense_are_refused() -> None:

@@ -1,0 +1,148 @@
+"""Weights that no exchange touches and that differ between ranks are named; nothing differs silently."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from hvd_periodic import Communicator, LocalCommunicator
+from tests.helpers import run_ranks
+
+torch = pytest.importorskip("torch")
+
+import hvd_periodic.torch as hvdp  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Quantized(torch.nn.Module):
+    """A trained weight; a queue, a seed and statistics; a frozen teacher."""
+
+    def __init__(self, queues: int = 1) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.teacher = torch.nn.Parameter(torch.ones(1000), requires_grad=False)
+        for number in range(queues):
+            self.register_buffer(f"queue{number}", torch.zeros(500, dtype=torch.bfloat16))
+        self.register_buffer("noise_seed", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("running_mean", torch.zeros(1))
+
+
+def made(communicator: Communicator, queues: int = 1, **options: Any) -> tuple[Any, Any]:
+    model = Quantized(queues)
+    local = torch.optim.SGD([model.weight], lr=0.1)
+    return model, hvdp.PeriodicOptimizer(local, model, hvdp.Averaging(), 2, process_set=communicator, **options)
+
+
+def train(model: Any, optimizer: Any, steps: int = 2) -> None:
+    for _ in range(steps):
+        model.weight.grad = torch.ones(2)
+        optimizer.step()
+
+
+def change(model: Any, rank: int) -> None:
+    """In each way in which scripts do it."""
+    with torch.no_grad():
+        model.queue0[123] = rank
+    model.teacher.data[77] += rank
+    model.noise_seed += rank
+    model.running_mean += rank
+
+
+QUEUE = "Weight 'queue0', which no exchange touches, differs between ranks: rank 1 from rank 0. To exchange it, pass "
+TEACHER = (
+    "Weight 'teacher', which no exchange touches, differs between ranks: rank 1 from rank 0. Change it identically"
+)
+
+
+@pytest.mark.parametrize("call", ["finalize", "audit", "audit_every", "asynchronous"])
+def test_each_is_named_once(call: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With what to write; but not statistics, which exchanges average, nor what draws numbers."""
+    options = {"audit_every": {"audit_every": 1}, "asynchronous": {"asynchronous": True}}.get(call, {})
+
+    def work(communicator: Communicator) -> None:
+        kind = hvdp.EASGD(0.25) if call == "asynchronous" else hvdp.Averaging()
+        model = Quantized()
+        local = torch.optim.SGD([model.weight], lr=0.1)
+        optimizer = hvdp.PeriodicOptimizer(local, model, kind, 2, process_set=communicator, **options)
+        train(model, optimizer)
+        change(model, communicator.rank)
+        train(model, optimizer)
+        if call == "audit":
+            optimizer.synchronizer.audit()
+            optimizer.synchronizer.audit()
+        if call != "audit_every":
+            optimizer.finalize()
+
+    run_ranks(2, work)
+    assert caplog.text.count("differs between ranks") == 2
+    assert f"{QUEUE}buffers={{'queue0': 'average'}}; to keep each rank's own, 'local'" in caplog.text
+    assert f"{TEACHER} on all ranks; or, to keep each rank's own, pass parameters={{'teacher': 'local'}}" in caplog.text
+
+
+def test_equal_changes_and_those_that_were_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    def work(communicator: Communicator) -> None:
+        model, optimizer = made(communicator, buffers={"queue*": "local"}, parameters={"teacher": "local"})
+        change(model, communicator.rank)
+        train(model, optimizer)
+        optimizer.finalize()
+        model, optimizer = made(communicator)
+        change(model, 1)
+        train(model, optimizer)
+        optimizer.finalize()
+
+    run_ranks(2, work)
+    assert "differs between ranks" not in caplog.text
+
+
+def test_ranks_are_told_apart_and_many_weights_are_listed(caplog: pytest.LogCaptureFixture) -> None:
+    def work(communicator: Communicator) -> None:
+        model, optimizer = made(communicator, 14)
+        train(model, optimizer)
+        with torch.no_grad():
+            for number in range(14):
+                getattr(model, f"queue{number}")[0] = communicator.rank == 1 or (number == 5 and communicator.rank)
+        optimizer.finalize()
+
+    run_ranks(3, work)
+    assert caplog.text.count("differs between ranks: ") == 9
+    assert caplog.text.count("rank 1 from rank 0. ") == 8
+    assert caplog.text.count("ranks 1 and 2 from rank 0. ") == 1
+    others = ", ".join(f"'queue{number}'" for number in range(9, 14))
+    assert f"So do 5 other weights that no exchange touches: {others}" in caplog.text
+
+
+def test_ranks_that_resume_compare_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def work(communicator: Communicator) -> None:
+        for resumed in (False, True):
+            model, optimizer = made(communicator)
+            if resumed:
+                hvdp.load(tmp_path, model, optimizer)
+            else:
+                train(model, optimizer)
+                change(model, communicator.rank)
+                hvdp.save(tmp_path, model, optimizer)
+        assert "differs" not in caplog.text
+        communicator.allgather_object(None, "before")
+        train(model, optimizer, 1)
+
+    run_ranks(2, work)
+    assert caplog.text.count("differs between ranks") == 2
+
+
+def test_tensors_that_have_not_changed_are_hashed_once() -> None:
+    model, optimizer = made(LocalCommunicator())
+    replica = optimizer.synchronizer.exchanger.context.exchanged.replica
+    counts = []
+    for changes in (0, 1, 0):
+        if changes:
+            change(model, 1)
+        with patch("hvd_periodic.torch.replica.hashlib", wraps=hashlib) as seen:
+            before = replica.digests()
+        counts.append(seen.sha256.call_count)
+        assert list(before) == ["teacher", "queue0"]
+    assert counts[1:] == [2, 0], "the teacher was hashed when the optimizer was made"

@@ -1,0 +1,54 @@
+"""Keras's weights that no exchange touches and that differ between ranks are named, but not seeds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvd_periodic import Communicator
+from tests.helpers import run_ranks
+
+keras = pytest.importorskip("keras")
+tf = pytest.importorskip("tensorflow")
+
+import hvd_periodic.tensorflow as hvdp  # noqa: E402
+from tests.unit.test_tensorflow_edges import Delegate  # noqa: E402
+
+pytestmark = pytest.mark.timeout(90)
+
+
+class Coded(keras.layers.Layer):
+    """Untrained weights of every kind."""
+
+    def build(self, shape: tuple[int, ...]) -> None:
+        self.codes = self.add_weight(shape=(8, 2), trainable=False, name="codes", initializer="zeros")
+        self.moving_mean = self.add_weight(shape=(2,), trainable=False, name="moving_mean", initializer="zeros")
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs
+
+
+@pytest.mark.parametrize(("buffers", "named"), [(None, 2), ({"*/codes": "local"}, 1), ({"*": "local"}, 0)])
+def test_each_is_named(buffers: object, named: int, caplog: pytest.LogCaptureFixture) -> None:
+    def work(communicator: Communicator) -> None:
+        layers = [keras.layers.Dense(2), Coded(), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((2,)), *layers])
+        layers[0].trainable = False
+        optimizer = hvdp.ModelAverageOptimizer(
+            keras.optimizers.SGD(0.1), model, 2, process_set=Delegate(communicator), buffers=buffers
+        )
+        rank = communicator.rank
+        layers[0].bias.assign(np.full(2, rank, np.float32))
+        layers[1].codes.assign(np.full((8, 2), rank, np.float32))
+        layers[1].moving_mean.assign(np.full(2, rank, np.float32))
+        layers[2].seed_generator.state.assign([rank, rank])
+        for _ in range(2):
+            optimizer.apply([tf.ones(v.shape) for v in model.trainable_variables], model.trainable_variables)
+        layers[1].codes.assign(np.full((8, 2), rank, np.float32))
+        layers[0].bias.assign(np.full(2, rank, np.float32))
+        optimizer.synchronizer.finalize()
+
+    run_ranks(2, work)
+    assert caplog.text.count("differs between ranks: rank 1 from rank 0. To exchange it, pass buffers={'") == named
+    assert ("codes', which no exchange touches" in caplog.text) == (named == 2)
+    assert ("bias', which no exchange touches" in caplog.text) == (named > 0)
