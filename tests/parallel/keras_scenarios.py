@@ -678,7 +678,7 @@ def process_set() -> Any:
     if not PROCESS_SETS:
         raise NotApplicableError("needs three ranks")
     chosen, w = PROCESS_SETS[0], scalar(float(hvd.rank()))
-    if not chosen.included():
+    if hvd.rank() not in (0, hvd.size() - 1):
         return attempt(lambda: OPTIMIZERS["average"](keras.optimizers.SGD(1.0), process_set=chosen))
     optimizer = OPTIMIZERS["average"](keras.optimizers.SGD(1.0), process_set=chosen, root_rank=hvd.size() - 1)
     optimizer.build([w])
