@@ -80,9 +80,7 @@ def trained(model: Model, optimizer: PeriodicOptimizer, rank: int, steps: range 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_dense_exchange_to_the_bit(
-    algorithm: str, way: str, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_dense_exchange_to_the_bit(algorithm: str, way: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters after every step, and the center, with other rows touched on every rank in every period."""
     cut = partial(NumpyReplica, bucket_bytes=BUCKET_BYTES.get(way, DEFAULT_BUCKET_BYTES))
     monkeypatch.setattr("hvd_periodic.numpy.optimizer.NumpyReplica", cut)
@@ -209,7 +207,10 @@ def test_a_warning_if_most_rows_travel(caplog: pytest.LogCaptureFixture) -> None
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"parameters": {"x": "rows"}}, "tensors of two axes and more, whose first axis counts the rows. Received: 'x'"),
+        (
+            {"parameters": {"x": "rows"}},
+            "tensors of two axes and more, whose first axis counts the rows. Received: 'x'",
+        ),
         ({"algorithm": EASGD(0.25)}, "'rows' for algorithms that make all replicas equal, so that a row differs only"),
         ({"center": "root"}, "can be 'rows' with center='replicated' only"),
         ({"center": "sharded"}, "can be 'rows' with center='replicated' only"),
@@ -237,7 +238,9 @@ def test_ranks_that_disagree() -> None:
 
 
 def test_buckets_of_tables_hold_whole_rows_of_one_table() -> None:
-    specs = [TensorSpec(name, shape, "f4", 4) for name, shape in (("a", (5,)), ("t", (7, 3)), ("u", (2, 2)), ("z", (9,)))]
+    specs = [
+        TensorSpec(name, shape, "f4", 4) for name, shape in (("a", (5,)), ("t", (7, 3)), ("u", (2, 2)), ("z", (9,)))
+    ]
     for nbytes in range(4, 200, 4):
         layout = Layout(specs, nbytes)
         aligned = layout.by_rows([1, 2])
