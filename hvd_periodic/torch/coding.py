@@ -108,7 +108,7 @@ class TensorCoding(Coding[torch.Tensor]):
 
     def nonzero_rows(self, x: torch.Tensor) -> np.ndarray[Any, Any]:
         """Return for every row whether any element is not 0; waits for the device."""
-        return np.asarray((x != 0).any(1).cpu().numpy())
+        return np.asarray((self.max_abs(x) != 0).flatten().cpu().numpy())  # Several times as fast as any().
 
     def take_rows(self, x: torch.Tensor, places: np.ndarray[Any, Any]) -> torch.Tensor:
         """Return the rows at these indices."""
