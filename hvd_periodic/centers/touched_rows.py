@@ -50,7 +50,7 @@ class TouchedRows(Generic[V]):
     def start(self, link: Link[V], bucket: Bucket, message: V) -> Sent[V]:
         """Gather which rows of a bucket are touched, and start to sum these; may overwrite the message.
 
-        The bytes are those of the bits, 1/8 of the number of rows, and of the touched rows.
+        The bytes are those of the bits, 1/8 of the number of rows, and of the touched rows, at least one.
         """
         table, coding = self._tables[bucket.index], link.coding
         length = table.size // table.shape[0]
@@ -58,10 +58,10 @@ class TouchedRows(Generic[V]):
         bits = packed_bits(coding.nonzero_rows(rows))
         gathered = link.communicator.gather_integers(bits, f"{link.name}.rows").reshape(-1, bits.size)
         touched = np.unpackbits(np.bitwise_or.reduce(gathered).view(np.uint8), count=bucket.size // length)
+        self._note(table.name, int(touched.sum()), touched.size, link.communicator.rank == 0)
+        if not touched.any():
+            touched[0] = 1  # Groups of ranks meet in the same collectives: another one may have touched some.
         places = np.flatnonzero(touched)
-        self._note(table.name, places.size, touched.size, link.communicator.rank == 0)
-        if not places.size:
-            return Sent(lambda: message, None, bits.nbytes)
         wait = link.reduce(coding.reshape(coding.take_rows(rows, places), -1), link.name)
 
         def total() -> V:
