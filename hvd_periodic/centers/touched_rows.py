@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from hvd_periodic.algorithms.base import Algorithm
+from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.wires.base import Link, Sent, Wire
 
@@ -100,16 +101,17 @@ def packed_bits(flags: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.pad(octets, (0, -octets.size % 8)).view(np.int64)
 
 
-def check_tables(layout: Layout, tables: Iterable[str], complex_names: Iterable[str], algorithm: Algorithm) -> None:
-    """Check that only the touched rows of these tables can travel.
+def layout_by_rows(replica: Replica[Any], algorithm: Algorithm) -> Layout:
+    """Return the layout of the parameters, in which buckets of tables hold whole rows.
 
     Raises:
         ValueError: a table has fewer than two axes, or the algorithm moves replicas without making them equal.
     """
-    pairs, names = set(complex_names), set(tables)
-    for spec in layout.specs:
-        shape = spec.shape[:-1] if spec.name in pairs else spec.shape
-        if spec.name in names and len(shape) < 2:
+    layout = replica.parameters.layout
+    tables = [i for i, spec in enumerate(layout.specs) if spec.name in replica.tables]
+    for spec in map(layout.specs.__getitem__, tables):
+        shape = spec.shape[:-1] if spec.name in replica.complex_names else spec.shape
+        if len(shape) < 2:
             raise ValueError(
                 "`parameters` can be 'rows' for tensors of two axes and more, whose first axis counts the rows. "
                 f"Received: {spec.name!r} of shape {shape}"
@@ -120,6 +122,7 @@ def check_tables(layout: Layout, tables: Iterable[str], complex_names: Iterable[
             "it was touched: averaging, DiLoCo, SlowMo, BMUF and AGN; pass parameters='average' for others. Received: "
             f"{algorithm!r}"
         )
+    return layout.by_rows(tables)
 
 
 def check_way(wire: Wire, place: str) -> None:

@@ -13,7 +13,7 @@ from hvd_periodic.arguments import require_int
 from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.centers.norm_bounds import as_norm_bounds
-from hvd_periodic.centers.touched_rows import check_tables
+from hvd_periodic.centers.touched_rows import layout_by_rows
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.journal import Journal
@@ -183,10 +183,7 @@ class ReplicaSynchronizer(Generic[V]):
         exchanger = self.exchangers.asynchronous if asynchronous else self.exchangers.synchronous
         exchanger = self.exchangers.overlapped if overlaps else exchanger
         if replica.tables:
-            check_tables(replica.parameters.layout, replica.tables, replica.complex_names, algorithm)
-            specs = enumerate(replica.parameters.layout.specs)
-            tables = [i for i, spec in specs if spec.name in replica.tables]
-            replica.parameters.layout = replica.parameters.layout.by_rows(tables)
+            replica.parameters.layout = layout_by_rows(replica, algorithm)
         whole_tensors = outer is not None and not self.cuts_tensors
         replica.parameters.layout, cut = cut_into_fragments(replica.parameters.layout, fragments, whole_tensors)
         outer = cast(CloneableOptimizer, outer).per_fragment(cut) if outer is not None and len(cut) > 1 else outer
