@@ -91,7 +91,7 @@ class CheckRunner:
             if mpiruns:
                 version = processes.run([str(mpiruns[0]), "--version"], self._seconds, environment).output
             mpi4py = facts["mpi"]
-            yield from self._checked("mpirun", lambda: software_checks.mpi(version, mpi4py))
+            yield from self._checked("mpirun", lambda: software_checks.mpi(version, mpi4py, horovod))
             yield from self._checked("host name", lambda: machine_checks.host_name(facts["name"]))
             cores = len(os.sched_getaffinity(0))
             open_mpi = "Open MPI" in version or "Open RTE" in version
@@ -99,7 +99,7 @@ class CheckRunner:
             yield from self._checked("network interfaces", machine_checks.interfaces)
             yield from self._checked("cores", lambda: machine_checks.processor(environment, cores, ranks, open_mpi))
             yield from self._checked(
-                "settings", lambda: machine_checks.settings(environment, os.geteuid() == 0, open_mpi)
+                "settings", lambda: machine_checks.settings(environment, os.geteuid() == 0, open_mpi, horovod)
             )
             mpirun, horovodrun = (str(files[0]) if files else None for files in (mpiruns, horovodruns))
             built = {name: each["horovod"] if software_checks.works(each) else {} for name, each in installed.items()}

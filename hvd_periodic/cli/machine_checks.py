@@ -97,18 +97,27 @@ def processor(environment: Mapping[str, str], cores: int, ranks: int, open_mpi: 
         yield Finding(WARNING, "OMP_NUM_THREADS", text, f"export OMP_NUM_THREADS={share}")
     if open_mpi and ranks >= cores and environment.get(YIELD) != "1":
         text = (
-            "is not set, and no core is left for waiting: Horovod's thread busy-waits in Open MPI on cores that train, "
-            "which slows training with overlap by about a tenth"
+            "is not set, and no core is left for waiting: Open MPI busy-waits on cores that train, which slows "
+            "training with overlap by about a tenth"
         )
         yield Finding(WARNING, YIELD, text, f"export {YIELD}=1")
 
 
-def settings(environment: Mapping[str, str], root: bool, open_mpi: bool) -> Iterator[Finding]:
-    """Check the variables that decide how jobs run."""
+def settings(environment: Mapping[str, str], root: bool, open_mpi: bool, horovod: bool) -> Iterator[Finding]:
+    """Check the variables that decide how jobs run; those of Horovod if it is installed."""
     missing = [name for name in ROOT if environment.get(name) != "1"]
     if root and open_mpi and missing:
         text = f"you are root, and Open MPI refuses to run as root without {' and '.join(missing)}"
         yield Finding(PROBLEM, "root", text, f"export {' '.join(f'{name}=1' for name in missing)}")
+    if horovod:
+        yield from _settings_of_horovod(environment)
+    transport = environment.get(TRANSPORT)
+    if transport not in (None, "", "service", "window"):
+        text = f"must be service or window. Received: {transport!r}"
+        yield Finding(PROBLEM, TRANSPORT, text, f"unset {TRANSPORT}")
+
+
+def _settings_of_horovod(environment: Mapping[str, str]) -> Iterator[Finding]:
     cycle = environment.get("HOROVOD_CYCLE_TIME")
     if cycle is None:
         text = "is not set: 1 ms, which suits synchronous jobs. For asynchronous jobs, 50 leaves more time on a core"
@@ -119,10 +128,6 @@ def settings(environment: Mapping[str, str], root: bool, open_mpi: bool) -> Iter
     if environment.get("HOROVOD_MPI_THREADS_DISABLE", "0") != "0":
         text = "is set: asynchronous exchange is refused"
         yield Finding(WARNING, "HOROVOD_MPI_THREADS_DISABLE", text, "unset HOROVOD_MPI_THREADS_DISABLE")
-    transport = environment.get(TRANSPORT)
-    if transport not in (None, "", "service", "window"):
-        text = f"must be service or window. Received: {transport!r}"
-        yield Finding(PROBLEM, TRANSPORT, text, f"unset {TRANSPORT}")
 
 
 def _number(text: str) -> float:

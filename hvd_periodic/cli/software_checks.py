@@ -120,18 +120,19 @@ def launchers(
         yield Finding(WARNING, "horovodrun", text, f'export PATH="{here}:$PATH"')
 
 
-def mpi(version: str, facts: Facts) -> Iterator[Finding]:
+def mpi(version: str, facts: Facts, horovod: bool = True) -> Iterator[Finding]:
     """Check the MPI of mpirun and of mpi4py.
 
     Args:
         version: output of ``mpirun --version``; "" if there is no mpirun.
         facts: report of the probe of mpi4py.
+        horovod: whether Horovod is installed.
     """
     first = version.strip().partition("\n")[0]
     started = implementation(version)
     if version:
         yield Finding(OK, "mpirun", first)
-    if started is not None and started[0] == "Open MPI" and started[1] >= 5:
+    if horovod and started is not None and started[0] == "Open MPI" and started[1] >= 5:
         text = "Open MPI 5 does not support the flags of horovodrun --mpi"
         yield Finding(WARNING, "horovodrun --mpi", text, "mpirun -np 2 ...  # or horovodrun --gloo")
     if "missing" in facts or "failed" in facts:

@@ -56,6 +56,20 @@ def test_centers_reach_the_accuracy_of_ordinary_training(results: Path) -> None:
         assert picture.startswith(b"\x89PNG")
 
 
+def test_experts_on_some_workers() -> None:
+    """Each policy has a row of accuracies of the center by orientation, and all send the same bytes."""
+    command = ["examples/torch_experts.py", "--epochs", "8", "--learning-rate", "0.05"]
+    rows = [line.split("│") for line in start("mpirun", 2, command, 120, "torch").splitlines() if line.startswith("│")]
+    assert [row[1].strip() for row in rows] == ["average", "present"]
+    results = [[float(cell) for cell in row[2:-1]] for row in rows]
+    for *accuracies, mean, _ in results:
+        assert min(accuracies) > 0.5
+        assert accuracies[0] > 0.8, "all workers train the first expert"
+        assert mean == pytest.approx(sum(accuracies) / 4, abs=1e-3)
+    assert results[0][:-1] != results[1][:-1]
+    assert results[0][-1] == results[1][-1] > 0
+
+
 @pytest.mark.parametrize(("name", "library"), [("local_torchrun.sh", "torch"), ("local_mpirun.sh", "mpi")])
 def test_without_horovod_training_is_the_same_to_the_bit(
     name: str, library: str, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

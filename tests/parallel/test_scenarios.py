@@ -298,7 +298,7 @@ def test_process_set(ranks: list[dict[str, Any]]) -> None:
     """Ranks 0 and 2 of three start from rank 2 and average steps of 1 and 3; rank 1 is not in the set."""
     first, outside, last = column(ranks, "process_set")
     assert first == last == [2.0, 6.0, 2]
-    assert "must contain this rank (1)" in outside
+    assert "must contain this rank" in outside
 
 
 def test_modes_of_the_users_code_change_nothing(ranks: list[dict[str, Any]]) -> None:

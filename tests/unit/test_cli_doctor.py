@@ -105,6 +105,7 @@ def test_two_implementations_of_mpi() -> None:
     found = worst(list(software_checks.mpi(MPIRUN, MPI4PY | {"library": "MPICH Version: 4.2.1"})))
     assert (found.status, found.what, "--no-binary mpi4py" in found.mend) == (PROBLEM, "mpi4py", True)
     newer = {"version": "4.1.2", "library": "Open MPI v5.0.7"}
+    assert worst(list(software_checks.mpi("mpirun (Open MPI) 5.0.7", newer, horovod=False))).status == OK
     found = worst(list(software_checks.mpi("mpirun (Open MPI) 5.0.7", newer)))
     assert (found.status, found.what) == (WARNING, "horovodrun --mpi")
     found = worst(list(software_checks.mpi(MPIRUN, {"missing": "No module named 'mpi4py'"})))
@@ -166,8 +167,11 @@ def test_cores(environment: dict[str, str], cores: int, ranks: int, what: str | 
     ],
 )
 def test_settings(environment: dict[str, str], root: bool, status: str, mend: str) -> None:
-    found = worst(list(machine_checks.settings(environment, root, open_mpi=True)))
+    found = worst(list(machine_checks.settings(environment, root, open_mpi=True, horovod=True)))
     assert (found.status, found.mend) == (status, mend)
+    of_horovod = "HOROVOD" in found.mend
+    without = [each.mend for each in machine_checks.settings(environment, root, open_mpi=True, horovod=False)]
+    assert without == ([] if of_horovod else [mend])
     assert next(machine_checks.host_name({"host": "h", "error": "unknown"})).status == WARNING
 
 

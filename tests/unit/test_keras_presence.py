@@ -174,13 +174,14 @@ def test_a_state_in_the_middle_of_a_period(center: str, fragments: int) -> None:
 def test_a_model_that_is_saved_and_loaded(tmp_path: Path) -> None:
     """hvdp.save in the middle of a period; the variables of the optimizer hold what was seen."""
 
-    def made_of(name: str) -> tuple[Any, Any]:
+    def made_of(name: str, pattern: str | None = "*expert/*") -> tuple[Any, Any]:
         x = keras.Input((2,), name="x")
         y = keras.layers.Dense(1, name="body")(x) + keras.layers.Dense(1, name="expert")(x)
         model = keras.Model(x, y, name=name)
         for weight in model.weights:
             weight.assign(tf.ones_like(weight))
-        options: dict[str, Any] = {"process_set": LocalCommunicator(), "parameters": {"*expert/*": "present"}}
+        parameters = None if pattern is None else {pattern: "present"}
+        options: dict[str, Any] = {"process_set": LocalCommunicator(), "parameters": parameters}
         return model, hvdp.PeriodicOptimizer(keras.optimizers.SGD(1.0), model, hvdp.Averaging(), 4, **options)
 
     model, optimizer = made_of("net")
@@ -191,6 +192,10 @@ def test_a_model_that_is_saved_and_loaded(tmp_path: Path) -> None:
     again, other = made_of("net")
     hvdp.load(tmp_path, again, other)
     assert other.synchronizer.progress.notes.seen == seen
+    for pattern in (None, "*body/kernel"):  # Policies may change.
+        again, other = made_of("net", pattern)
+        hvdp.load(tmp_path, again, other)
+        assert other.synchronizer.progress.notes.seen == []
 
 
 @pytest.mark.parametrize("compiled", [False, True])
