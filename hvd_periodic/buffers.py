@@ -17,6 +17,9 @@ The mean of integers and booleans is their maximum.
 PRESENT = "present"
 """For parameters: what only the ranks contribute whose local steps had a gradient of the parameter."""
 
+ROWS = "rows"
+"""For parameters: as ``"average"``, but only the rows travel that some rank has touched."""
+
 Policies: TypeAlias = str | Mapping[str, str] | Callable[[str, Any], str | None] | None
 """One policy for all; policies by name patterns; a function from name and tensor to a policy; None: by tensor names."""
 
@@ -108,9 +111,9 @@ class PolicyArgument:
 
 
 BUFFERS = PolicyArgument("buffers", "buffer", POLICIES)
-PARAMETERS = PolicyArgument("parameters", "parameter", (AVERAGE, BROADCAST, LOCAL, PRESENT))
+PARAMETERS = PolicyArgument("parameters", "parameter", (AVERAGE, BROADCAST, LOCAL, PRESENT, ROWS))
 
-EXCHANGED = (AVERAGE, PRESENT)
+EXCHANGED = (AVERAGE, PRESENT, ROWS)
 """Policies of the parameters on which the algorithm acts."""
 
 

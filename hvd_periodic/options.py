@@ -105,7 +105,8 @@ class Options(ExchangeOptions, total=False):
             at every exchange all ranks take the values of ``root_rank``; ``"local"``: every rank trains its own, which
             are neither exchanged nor started from the root's; their names and shapes may differ between ranks;
             ``"present"``: the algorithm exchanges what the ranks contribute whose local steps since the last exchange
-            had a gradient, and divides by their number.
+            had a gradient, and divides by their number; ``"rows"``, for embedding tables: as ``"average"``, but only
+            the rows travel that some rank has changed since the last exchange (in AGN, that had gradients).
             Pass a dict from name patterns to policies, in which the first match counts, such as ``{"experts.*":
             "local"}``; or a function (name, parameter) that returns a policy or None. Default, and for parameters that
             a dict or function leaves open: ``"average"``.

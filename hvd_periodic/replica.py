@@ -35,6 +35,7 @@ class Replica(Protocol, Generic[V]):
         reuses_memory: messages of one exchange are formed in the memory of those before, see :meth:`scratch`.
         complex_names: exchanged parameters whose elements are complex; stores hold them as reals of shape (…, 2).
         present: names of the parameters, among ``parameters``, to which only ranks with gradients of them contribute.
+        tables: names of the parameters, among ``parameters``, of which only touched rows travel.
         keeps_own: whether some parameters are not exchanged, so that every rank has its own.
         reports_work: the user can report the examples of each local update.
         may_be_left_out: an exchange may exclude this rank; false if other ranks hold parts of the same replica.
@@ -60,6 +61,7 @@ class Replica(Protocol, Generic[V]):
     reuses_memory: bool = True
     complex_names: Sequence[str] = ()
     present: Sequence[str] = ()
+    tables: Sequence[str] = ()
     keeps_own: bool = False
     reports_work: bool = False
     may_be_left_out: bool = True

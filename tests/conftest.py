@@ -20,11 +20,11 @@ CORE = frozenset(
         *(f"conformance/test_{name}" for name in ("algorithms", "placements", "schedules")),
         *(f"unit/test_{name}" for name in ("arguments", "checkpoint_files", "clock", "compression", "consistency")),
         *(f"unit/test_{name}" for name in ("deferred", "failures", "fragments", "layout", "limits", "mirrors")),
-        *(f"unit/test_{name}" for name in ("complex", "norm_bounds", "participation", "presence", "weights_by_work")),
+        *(f"unit/test_{name}" for name in ("complex", "norm_bounds", "participation", "presence", "rows")),
         "unit/test_presence_life",
         *(f"unit/test_{name}" for name in ("optimizer_state", "oracle", "outer_algorithms", "overlap", "schedules")),
         *(f"unit/test_{name}" for name in ("semantics", "startup", "state", "subset", "threads", "together")),
-        *(f"unit/test_{name}" for name in ("values", "waiting")),
+        *(f"unit/test_{name}" for name in ("values", "waiting", "weights_by_work")),
     )
 )
 """Files whose tests need numpy alone, and have threads as ranks: ``-m core``."""

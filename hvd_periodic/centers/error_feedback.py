@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.centers.base import Placement
+from hvd_periodic.centers.touched_rows import TouchedRows
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, Layout
@@ -57,6 +58,7 @@ class ErrorFeedback(Generic[V]):
         overlapped: bool,
     ) -> None:
         self.wire, self._placement, self._replica, self._reduction = wire, placement, replica, algorithm.reduction
+        self._touched = TouchedRows[V](layout, replica.tables) if replica.tables else None
         self.received_totals: dict[int, V] = {}
         self.residual: Store[V] | None = None
         if wire.lossy and algorithm.uses_error_feedback:
@@ -110,6 +112,8 @@ class ErrorFeedback(Generic[V]):
             within = [(max(start, 0), min(stop, row.size)) for start, stop in unmoved]
             of_sums = Residual(sums, row, space, [each for each in within if each[0] < each[1]])
         link = Link(communicator, name, bucket.size, bucket.nbytes, reduce, space.coding, of_sums)
+        if self._touched is not None and bucket in self._touched:
+            return self._touched.start(link, bucket, message)
         if self.residual is None:
             return self.wire.start(link, message)
         of_message = Residual(

@@ -19,6 +19,7 @@ from hvd_periodic.buffers import (
     MAXIMUM,
     POLICIES,
     PRESENT,
+    ROWS,
     Policies,
     is_statistic,
     participation_of,
@@ -148,6 +149,11 @@ def named_variables(
             formerly.append(policy == AVERAGE)
     named = [(_unique(variable, names), native(variable)) for variable in trained]
     participation = participation_of(parameters, [(name, v) for (name, _), v in zip(named, trained, strict=True)])
+    if ROWS in participation.values():
+        raise ValueError(
+            "`parameters` can be 'rows' in PyTorch and numpy: pass 'average' in Keras. Received: "
+            f"{', '.join(name for name, policy in participation.items() if policy == ROWS)}"
+        )
     positions = [i for i, (name, _) in enumerate(named) if participation[name] in EXCHANGED]
     return NamedVariables(
         [named[i] for i in positions],

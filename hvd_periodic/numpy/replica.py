@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.buffers import BROADCAST, EXCHANGED, LOCAL, NONE_AVERAGED, PRESENT, Policies, participation_of
+from hvd_periodic.buffers import (
+    BROADCAST,
+    EXCHANGED,
+    LOCAL,
+    NONE_AVERAGED,
+    PRESENT,
+    ROWS,
+    Policies,
+    participation_of,
+)
 from hvd_periodic.named import unique_pairs
 from hvd_periodic.numpy.complex_numbers import ComplexArrayStore, as_complex, as_real
 from hvd_periodic.numpy.sgd import Array
@@ -106,6 +115,7 @@ class NumpyReplica(HostReplica):
             raise ValueError(f"`model` must hold at least one element. Received: {found}")
         self.keeps_own = LOCAL in participation.values()
         self.present = [name for name, array in named if participation[name] == PRESENT and array.size]
+        self.tables = [name for name, array in named if participation[name] == ROWS]
         following = [(name, array) for name, array in following if array.size]
         self.exchanged = [i for i, name in enumerate(self.names) if participation[name] in EXCHANGED]
         """Indices of the arrays on which the algorithm acts."""
@@ -129,6 +139,7 @@ class NumpyReplica(HostReplica):
     def facts(self) -> dict[str, object]:
         """Return names, shapes and dtypes."""
         facts: dict[str, object] = {"parameters of those present": self.present} if self.present else {}
+        facts |= {"parameters of which rows travel": self.tables} if self.tables else {}
         for role, store in {"parameter": self.parameters, "parameter from the root": self.parameters_from_root}.items():
             arrays = [] if store is None else list(zip(store.layout.specs, store.originals(), strict=True))
             facts[f"number of {role}s"] = len(arrays)

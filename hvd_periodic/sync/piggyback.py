@@ -40,6 +40,7 @@ class PiggybackedMessages(Generic[V]):
         nbytes = sum(bucket.nbytes for group in groups for bucket in group.values.layout.buckets)
         self.possible = (
             communicator.size > 1
+            and not replica.tables  # Their messages are not whole.
             and not replica.present  # Weights among those present are known after the handshake only.
             and nbytes * communicator.size <= communicator.piggyback_limit_bytes
             and replica.in_host_memory

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_periodic.centers.touched_rows import packed_bits
 from hvd_periodic.replica import Replica
 from hvd_periodic.sync.fragment_plan import DueFragments, FragmentExchange
 from hvd_periodic.sync.progress import ProgressTracker
@@ -44,8 +45,7 @@ class Presence:
     def packed(self, seen: Seen) -> np.ndarray:
         """Return what this rank has seen as bits, in 64-bit integers."""
         bits = [[name in part for name in self._replica.present] for part in seen or [()] * self._fragments]
-        octets = np.packbits(np.array(bits, bool).reshape(-1))
-        return np.pad(octets, (0, -octets.size % 8)).view(np.int64)
+        return packed_bits(np.array(bits, bool).reshape(-1))
 
     def weighed(
         self, due: DueFragments, packed: Sequence[np.ndarray], rank: int, weights: Sequence[float] | None

@@ -13,6 +13,7 @@ from hvd_periodic.arguments import require_int
 from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.centers.norm_bounds import as_norm_bounds
+from hvd_periodic.centers.touched_rows import layout_by_rows
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.journal import Journal
@@ -166,6 +167,7 @@ class ReplicaSynchronizer(Generic[V]):
         require_int(audit_every, "`audit_every`", minimum=0)
         counts, bounds = Weight(weight), as_norm_bounds(max_message_norm, max_mean_norm)
         if asynchronous:
+            _refuse(bool(replica.tables), "parameters", "rows", "a worker exchanges its whole replica")
             _refuse(overlaps, "overlap", overlap, "no rank waits for another")
             _refuse(fragments > 1, "fragments", fragments, "no rank waits for another")
             _refuse(wire.lossy, "compression", compression, "ranks read and write the center itself")
@@ -180,6 +182,8 @@ class ReplicaSynchronizer(Generic[V]):
             )
         exchanger = self.exchangers.asynchronous if asynchronous else self.exchangers.synchronous
         exchanger = self.exchangers.overlapped if overlaps else exchanger
+        if replica.tables:
+            replica.parameters.layout = layout_by_rows(replica, algorithm)
         whole_tensors = outer is not None and not self.cuts_tensors
         replica.parameters.layout, cut = cut_into_fragments(replica.parameters.layout, fragments, whole_tensors)
         outer = cast(CloneableOptimizer, outer).per_fragment(cut) if outer is not None and len(cut) > 1 else outer

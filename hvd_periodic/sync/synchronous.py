@@ -10,6 +10,7 @@ from hvd_periodic.arguments import described
 from hvd_periodic.centers import Placement, Replicated
 from hvd_periodic.centers.in_flight import InFlightExchange
 from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.centers.touched_rows import check_way
 from hvd_periodic.comm.agreement import ADVICE
 from hvd_periodic.comm.handshake import Purpose, Record, integers
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, reset_to_center
@@ -48,6 +49,8 @@ class Synchronous(Exchanger[V]):
         placements = [place(*ranks), *(Replicated(*ranks) for _ in tensors[1:])]
         self.turns = FragmentPlan(context.fragments, context.planner.schedule)
         context.wire.check(membership.communicator, place.name)
+        if exchanged.replica.tables:
+            check_way(context.wire, place.name)
         if context.wire.lossy and exchanged.algorithm.reduction != "sum":
             raise ValueError(
                 f"`compression` is for sums over ranks, and {type(exchanged.algorithm).__name__} takes another "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from hvd_periodic.torch import foreach
@@ -103,6 +105,18 @@ class TensorCoding(Coding[torch.Tensor]):
     def take(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Return the elements at these indices."""
         return x[places.long()]
+
+    def nonzero_rows(self, x: torch.Tensor) -> np.ndarray[Any, Any]:
+        """Return for every row whether any element is not 0; waits for the device."""
+        return np.asarray((self.max_abs(x) != 0).flatten().cpu().numpy())  # Several times as fast as any().
+
+    def take_rows(self, x: torch.Tensor, places: np.ndarray[Any, Any]) -> torch.Tensor:
+        """Return the rows at these indices."""
+        return x[torch.from_numpy(places).to(x.device)]
+
+    def put_rows(self, x: torch.Tensor, places: np.ndarray[Any, Any], rows: torch.Tensor) -> torch.Tensor:
+        """Copy rows to these indices."""
+        return x.index_copy_(0, torch.from_numpy(places).to(x.device), rows)
 
     def scattered(self, values: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
         """Return zeros with these values at these indices."""

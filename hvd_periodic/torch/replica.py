@@ -20,6 +20,7 @@ from hvd_periodic.buffers import (
     MAXIMUM,
     NONE_AVERAGED,
     PRESENT,
+    ROWS,
     is_of_random_generator,
 )
 from hvd_periodic.replica import SOME, Replica
@@ -90,6 +91,7 @@ class TorchReplica(Replica[torch.Tensor]):
         trained = [(n, p) for n, p in ours if p.requires_grad]
         taking_part = [(n, p) for n, p in trained if named.participation.get(n, AVERAGE) in EXCHANGED]
         self.present = [n for n, p in taking_part if named.participation.get(n) == PRESENT and p.numel()]
+        self.tables = [n for n, _ in taking_part if named.participation.get(n) == ROWS]
         following = [(n, p) for n, p in trained if named.participation.get(n) == BROADCAST and p.numel()]
         if not any(parameter.numel() for _, parameter in taking_part):
             raise ValueError(
@@ -108,7 +110,7 @@ class TorchReplica(Replica[torch.Tensor]):
         constants = [*(pair for pair in common if id(pair[1]) not in exchanged), *named.of_policy(LOCAL)]
         self.sharded = {name: tensor for name, tensor in ours if is_sharded(tensor)}
         self.may_be_left_out = not self.sharded
-        check_sharded(self.sharded, [tensor for _, tensor in taking_part])
+        check_sharded(self.sharded, [tensor for _, tensor in taking_part], self.tables)
         self.space: VectorSpace[torch.Tensor] = TensorSpace()
         self.names = [name for name, _ in taking_part]
         self.tensors = [parameter for _, parameter in taking_part]
@@ -164,6 +166,8 @@ class TorchReplica(Replica[torch.Tensor]):
         }
         if self.present:
             facts["parameters of those present"] = self.present
+        if self.tables:
+            facts["parameters of which rows travel"] = self.tables
         for role, store in stores.items():
             tensors = [] if store is None else list(zip(store.layout.specs, store.originals(), strict=True))
             facts[f"number of {role}s"] = len(tensors)

@@ -51,8 +51,19 @@ def facts_of(sharded: Mapping[str, Any]) -> dict[str, object]:
     return facts
 
 
-def check_sharded(sharded: Mapping[str, Any], exchanged: Sequence[torch.Tensor]) -> None:
-    """Raise a ValueError for parameters whose shards cannot be exchanged; ``exchanged`` are all, sharded or not."""
+def check_sharded(sharded: Mapping[str, Any], exchanged: Sequence[torch.Tensor], tables: Sequence[str] = ()) -> None:
+    """Raise a ValueError for parameters whose shards cannot be exchanged.
+
+    Args:
+        sharded: the sharded parameters, by name.
+        exchanged: all exchanged parameters, sharded or not.
+        tables: names of the parameters of which only touched rows travel.
+    """
+    if not sharded.keys().isdisjoint(tables):
+        raise ValueError(
+            "`parameters` can be 'rows' for tables that are whole on every rank: leave them out of fully_shard(). "
+            f"Received: sharded {', '.join(name for name in tables if name in sharded)}"
+        )
     for name, tensor in sharded.items():
         if any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"{name!r} is a sum that ranks have not formed yet: {tensor.placements}. Redistribute it")

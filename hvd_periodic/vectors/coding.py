@@ -118,6 +118,19 @@ class Coding(Generic[V]):
         """Return the elements of a vector at these indices."""
         return cast(V, x[places])
 
+    def nonzero_rows(self, x: Any) -> np.ndarray[Any, Any]:
+        """Return for every row, in host memory, whether any element is not 0; NaN is not."""
+        return cast(np.ndarray, x.any(axis=1))
+
+    def take_rows(self, x: Any, places: np.ndarray[Any, Any]) -> V:
+        """Return the rows at these indices, a copy."""
+        return cast(V, x[places])
+
+    def put_rows(self, x: Any, places: np.ndarray[Any, Any], rows: Any) -> V:
+        """Return ``x`` with other rows at these indices; overwrites ``x``."""
+        x[places] = rows
+        return cast(V, x)
+
     def scattered(self, values: Any, places: Any, size: int) -> V:
         """Return a vector of zeros with these values at these indices, which are distinct."""
         result = np.zeros(size, values.dtype)

@@ -11,7 +11,7 @@ span several buckets, and a bucket may hold several tensors: a *piece* is the in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -196,6 +196,31 @@ class Layout:
         cut = copy(self)
         cut.buckets = cut._cut(cuts)
         return cut
+
+    def by_rows(self, tensors: Iterable[int]) -> Layout:
+        """Return the same layout, in which buckets of these tensors hold whole rows of one tensor, and nothing else.
+
+        A row is all elements with one index of the first axis. A bucket may be larger by less than one row.
+
+        Example:
+            >>> specs = [TensorSpec("w", (3, 2), "f4", 4), TensorSpec("b", (3,), "f4", 4)]
+            >>> [(b.start, b.stop) for b in Layout(specs, bucket_bytes=12).by_rows([0]).buckets]
+            [(0, 2), (2, 6), (6, 9)]
+        """
+        tables = [i for i in tensors if self.specs[i].size]
+        cuts = {}
+        for kind in self.arenas:
+            ends = {bucket.stop for bucket in self.buckets if bucket.kind == kind}
+            for i in tables:
+                of_table, start, stop = self.span(i)
+                if of_table == kind:
+                    length = (stop - start) // self.specs[i].shape[0]
+                    ends = {end - (end - start) % length if start < end < stop else end for end in ends}
+                    ends |= {start, stop}
+            cuts[kind] = [end - start for start, end in pairwise([0, *sorted(ends - {0})])]
+        aligned = copy(self)
+        aligned.buckets = aligned._cut(cuts)
+        return aligned
 
     def span(self, tensor: int) -> tuple[str, int, int]:
         """Return the arena of a tensor and the first and past-the-last element of the tensor in it."""

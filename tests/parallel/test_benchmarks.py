@@ -128,6 +128,15 @@ def test_placement() -> None:
         assert held[f"{kind}, sharded"] == "0.01/0.01"
 
 
+def test_rows() -> None:
+    """A table of 200 rows of 4 floats: 3200 bytes, of which a period touches two rows on each rank."""
+    options = ["--rows", "200", "--width", "4", "--repetitions", "1"]
+    output = start("mpirun", 2, ["-m", "tests.benchmarks.rows", *options], 90, "torch")
+    for algorithm in ("averaging", "DiLoCo"):
+        assert f"{algorithm}, whole table" in output
+        assert f"{algorithm}, touched rows" in output
+
+
 @pytest.mark.parametrize("transport", ["window", thorough("service"), "none"])
 def test_slow_worker(transport: str) -> None:
     options = ["--transport", transport, "--seconds", "0.1", "--turns", "1", "--width", "16"]

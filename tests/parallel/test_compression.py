@@ -142,6 +142,38 @@ def test_parameters_of_those_present(ranks: list[dict[str, Any]]) -> None:
 
 
 @scenario
+def rows_of_tables() -> Any:
+    """A table of which every rank touches other rows in each period: values after each step, and bytes, both ways."""
+    results = {}
+    for policy in ("rows", "average"):
+        for name, options in {"diloco": {}, "agn": {}, "average": {"overlap": 1}}.items():
+            table = torch.nn.Parameter(torch.ones(1000, 3, dtype=torch.float64))
+            inner = torch.optim.SGD([table], lr=0.1)
+            optimizer = hvdp.PeriodicOptimizer(
+                inner, [("table", table)], ALGORITHMS[name](), PERIOD, parameters={"table": policy}, **options
+            )
+            seen = []
+            for step in range(oracle.STEPS):
+                table.grad = torch.zeros_like(table)
+                table.grad[[3 * step, 3 * step + 1 + hvd.rank(), 500 + hvd.rank()]] = 1.0 + hvd.rank()
+                optimizer.step()
+                seen.append(table.detach().sum(1).tolist())
+            results[f"{policy} {name}"] = [seen, optimizer.synchronizer.counters.bytes_sent]
+            optimizer.finalize()
+    return results
+
+
+def test_rows_of_tables(ranks: list[dict[str, Any]]) -> None:
+    """As whole tables, to the bit with two ranks; with more, an allreduce may add in another order."""
+    for name in ("diloco", "agn", "average"):
+        for (rows, fewer), (whole, more) in zip(
+            *(column(ranks, "rows_of_tables", f"{policy} {name}") for policy in ("rows", "average")), strict=True
+        ):
+            assert rows == whole if len(ranks) == 2 else np.array(rows) == pytest.approx(np.array(whole), rel=1e-12)
+            assert 10 * fewer < more
+
+
+@scenario
 def compressed_networks() -> Any:
     """Batch normalization, other numbers of batches on every rank, with overlap and without.
 

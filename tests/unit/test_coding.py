@@ -97,3 +97,15 @@ def test_compression_of_horovod_is_taken() -> None:
     hvd = pytest.importorskip("horovod.torch")
     assert as_wire(hvd.Compression.fp16) is Compression.fp16
     assert as_wire(hvd.Compression.none) is Compression.none
+
+
+@pytest.mark.parametrize(("coding", "made"), codings())
+def test_rows_are_found_taken_and_replaced(coding: Any, made: Any) -> None:
+    """NaN is not 0, and -0 is."""
+    x = made(np.array([[0, 0], [0, np.nan], [-0.0, 0], [0, 1e-45], [0, -np.inf]], "f4"))
+    found = coding.nonzero_rows(x)
+    assert found.tolist() == [False, True, False, True, True]
+    places = np.flatnonzero(found)[1:]
+    taken = coding.take_rows(x, places)
+    assert np.asarray(taken).tolist() == np.array([[0, 1e-45], [0, -np.inf]], "f4").tolist()
+    assert np.asarray(coding.put_rows(x, places, 0 * made(np.ones((2, 2), "f4"))))[3:].tolist() == [[0, 0], [0, 0]]

@@ -69,6 +69,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     '`parameters` with `"local"`': {"parameters": lambda name, _: "local" if "b" in name else None},
     '`parameters` with `"broadcast"`': {"parameters": lambda name, _: "broadcast" if "b" in name else None},
     '`parameters` with `"present"`': {"parameters": lambda name, _: "present" if "b" in name else None},
+    '`parameters` with `"rows"`': {
+        "parameters": lambda name, x: "rows" if len(x.shape) > 1 else None,
+        "algorithm": AGN(op="average"),
+    },
     "`run_log`": {"run_log": "log"},
     "`root_rank`": {"root_rank": 0},
 }
@@ -149,7 +153,7 @@ class Maker:
 
             layers = [keras.Input((2,)), keras.layers.Dense(2), keras.layers.BatchNormalization()]
             return keras.Sequential(layers), keras.optimizers.SGD(0.1)
-        return {"w": np.zeros(2), "b": np.zeros(2)}, self.module.SGD(0.1)
+        return {"w": np.zeros((2, 2)), "b": np.zeros(2)}, self.module.SGD(0.1)
 
     def _in_a_graph(self, cls: str, options: dict[str, Any]) -> Any:
         import horovod.tensorflow as hvd
@@ -249,7 +253,7 @@ def on_two_levels(maker: Maker) -> None:
 
     optimizer = maker.make(wrap=inner)
     if maker.front_end == "numpy":  # Only its step fails.
-        optimizer.step([np.zeros(2), np.zeros(2)])
+        optimizer.step([np.zeros((2, 2)), np.zeros(2)])
 
 
 def saved(maker: Maker) -> None:

@@ -226,7 +226,11 @@ def test_a_local_parameter_that_is_not_finite_is_the_rank_s_own_affair() -> None
     ("parameters", "kind", "text"),
     [
         ({"heads.*": "local"}, ValueError, r"pattern that matches no parameter: 'heads\.\*'\. There are x, own"),
-        ({"x": "maximum"}, ValueError, "`parameters['x']` must be one of ('average', 'broadcast', 'local', 'present')"),
+        (
+            {"x": "maximum"},
+            ValueError,
+            "`parameters['x']` must be one of ('average', 'broadcast', 'local', 'present', 'rows')",
+        ),
         ("sometimes", ValueError, "Received: parameters='sometimes'"),
         (3, TypeError, "Received: int"),
         ({0: "local"}, TypeError, "Patterns of `parameters` must be strings. Received: 0"),

@@ -1,0 +1,184 @@
+"""Embedding tables of which only touched rows travel, in PyTorch: the dense exchange to the bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.helpers import errors, run_ranks
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("horovod.torch")
+
+import hvd_periodic.torch as hvdp  # noqa: E402
+from hvd_periodic.torch.replica import TorchReplica  # noqa: E402
+from hvd_periodic.torch.sharded_parameters import check_sharded  # noqa: E402
+
+ALGORITHMS: dict[str, Callable[[], Any]] = {
+    "average": hvdp.Averaging,
+    "diloco": hvdp.DiLoCo,
+    "slowmo": hvdp.SlowMo,
+    "bmuf": hvdp.BMUF,
+    "agn": hvdp.AGN,
+}
+ROWS, WIDTH, STEPS, PERIOD = 20, 4, 11, 3
+POLICIES = {"embedding.weight": "rows"}
+
+
+class Words(torch.nn.Module):
+    """The mean of some embeddings, and a layer on it."""
+
+    def __init__(self, sparse: bool = False, dtype: Any = torch.float32) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(WIDTH, 2, dtype=dtype)
+        self.embedding = torch.nn.Embedding(ROWS, WIDTH, sparse=sparse, dtype=dtype)
+        with torch.no_grad():  # Without the random generator, which the threads of the ranks share.
+            for p in self.parameters():
+                p.copy_(torch.arange(p.numel()).add(1).sin().reshape(p.shape))
+
+    def forward(self, words: Any) -> Any:
+        return self.layer(self.embedding(words).mean(0)).square().sum()
+
+
+def local_of(kind: str, model: Words) -> Any:
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), 0.1)
+    if kind == "momentum":  # The table goes on in rows without gradients.
+        return torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+    return torch.optim.SparseAdam([model.embedding.weight], 0.05)
+
+
+def made(model: Words, local: Any, communicator: Any, algorithm: str, **options: Any) -> Any:
+    named = [
+        (n, p) for n, p in model.named_parameters() if any(p is q for g in local.param_groups for q in g["params"])
+    ]
+    if algorithm == "agn":
+        options["outer_optimizer"] = lambda groups: torch.optim.SGD(groups, 0.1, momentum=0.9)
+    options = {"parameters": POLICIES, "period": PERIOD} | options
+    return hvdp.PeriodicOptimizer(local, named, ALGORITHMS[algorithm](), process_set=communicator, **options)
+
+
+def words_of(rank: int, step: int) -> Any:
+    return torch.tensor([(3 * rank + step) % (ROWS // 2), (5 * rank + 7) % ROWS])
+
+
+def trained(model: Words, optimizer: Any, rank: int, steps: range = range(STEPS)) -> list[Any]:
+    """Return the values after each step, and those of the center."""
+    seen = []
+    for step in steps:
+        optimizer.zero_grad()
+        model(words_of(rank, step)).backward()
+        optimizer.step()
+        seen.append([p.tolist() for p in model.parameters()])
+    with optimizer.center():
+        seen.append([p.tolist() for p in model.parameters()])
+    return seen
+
+
+def both_ways(work: Callable[[Any, Any], Any], ranks: int = 2) -> Any:
+    """Return the results of the ranks for tables of which rows travel, and for whole ones."""
+    return zip(run_ranks(ranks, lambda c: work(c, POLICIES)), run_ranks(ranks, lambda c: work(c, None)), strict=True)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("kind", "sparse"),
+    [("sgd", True), ("sgd", False), ("momentum", True), ("momentum", False), ("sparse adam", True)],
+)
+@pytest.mark.parametrize("options", [{}, {"overlap": 1}], ids=["", "overlap"])
+def test_the_dense_exchange_to_the_bit(options: dict[str, Any], kind: str, algorithm: str, sparse: bool) -> None:
+    def work(communicator: Any, parameters: Any) -> Any:
+        model = Words(sparse)
+        optimizer = made(model, local_of(kind, model), communicator, algorithm, parameters=parameters, **options)
+        return trained(model, optimizer, communicator.rank), optimizer.synchronizer.counters.bytes_sent
+
+    for (rows, fewer), (dense, more) in both_ways(work):
+        assert rows == dense
+        if kind == "sgd" and not options:
+            assert fewer < more
+
+
+@pytest.mark.parametrize("algorithm", ["average", "diloco", "agn"])
+def test_three_ranks_small_buckets_and_blocks(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket of seven rows, computed in blocks that end within rows."""
+    monkeypatch.setattr("hvd_periodic.torch.replica._BLOCK_BYTES", 40)
+    monkeypatch.setattr(TorchReplica.__init__, "__defaults__", (None, 7 * 4 * WIDTH + 4, None))
+
+    def work(communicator: Any, parameters: Any) -> Any:
+        model = Words()
+        optimizer = made(model, local_of("sgd", model), communicator, algorithm, parameters=parameters)
+        return trained(model, optimizer, communicator.rank)
+
+    for rows, dense in both_ways(work, 3):
+        assert rows == dense
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_dtypes(dtype: Any) -> None:
+    """Of 16-bit parameters, whose center has 32 bits, what rounding cuts off travels as in the dense exchange."""
+
+    def work(communicator: Any, parameters: Any) -> Any:
+        table = torch.nn.Parameter(torch.ones(ROWS, WIDTH, dtype=dtype))
+        optimizer = hvdp.PeriodicOptimizer(
+            torch.optim.SGD([table], 0.1),
+            [("embedding.weight", table)],
+            hvdp.DiLoCo(),
+            2,
+            process_set=communicator,
+            parameters=parameters,
+        )
+        seen = []
+        for step in range(7):
+            table.grad = torch.zeros_like(table)
+            table.grad[words_of(communicator.rank, step)] = 1.0 + communicator.rank
+            optimizer.step()
+            seen.append(table.tolist())
+        return seen
+
+    for rows, dense in both_ways(work):
+        assert rows == dense
+
+
+def test_training_resumes_to_the_bit() -> None:
+    def work(communicator: Any) -> bool:
+        rank, model = communicator.rank, Words(sparse=True)
+        optimizer = made(model, local_of("sgd", model), communicator, "diloco")
+        trained(model, optimizer, rank, range(5))
+        state, values = optimizer.synchronizer.state_dict(), copy.deepcopy(model.state_dict())
+        expected = trained(model, optimizer, rank, range(5, 11))
+        again = Words(sparse=True)
+        optimizer = made(again, local_of("sgd", again), communicator, "diloco")
+        again.load_state_dict(values)
+        optimizer.synchronizer.load_state_dict(state)
+        return trained(again, optimizer, rank, range(5, 11)) == expected
+
+    assert run_ranks(2, work) == [True] * 2
+
+
+def test_a_center_optimizer_of_torch() -> None:
+    def work(communicator: Any, parameters: Any) -> Any:
+        model = Words()
+        options = {"parameters": parameters, "outer_optimizer": lambda groups: torch.optim.Adam(groups, 0.1)}
+        optimizer = made(model, local_of("sgd", model), communicator, "diloco", **options)
+        return trained(model, optimizer, communicator.rank)
+
+    for rows, dense in both_ways(work):
+        assert rows == dense
+
+
+def test_a_bias_has_no_rows() -> None:
+    def work(communicator: Any) -> None:
+        model = Words()
+        made(model, local_of("sgd", model), communicator, "average", parameters={"layer.bias": "rows"})
+
+    for kind, message in errors(2, work):
+        assert kind is ValueError
+        assert message.endswith("Received: 'layer.bias' of shape (2,)")
+
+
+def test_a_sharded_table_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"leave them out of fully_shard\(\). Received: sharded table"):
+        check_sharded({"table": None}, [], ["table", "other"])
