@@ -20,7 +20,10 @@ CORE = frozenset(
         *(f"conformance/test_{name}" for name in ("algorithms", "placements", "schedules")),
         *(f"unit/test_{name}" for name in ("arguments", "checkpoint_files", "clock", "compression", "consistency")),
         *(f"unit/test_{name}" for name in ("deferred", "failures", "fragments", "layout", "limits", "mirrors")),
-        *(f"unit/test_{name}" for name in ("complex", "norm_bounds", "participation", "presence", "weights_by_work")),
+        *(
+            f"unit/test_{name}"
+            for name in ("adoption", "complex", "norm_bounds", "participation", "presence", "weights_by_work")
+        ),
         *(f"unit/test_{name}" for name in ("optimizer_state", "oracle", "outer_algorithms", "overlap", "schedules")),
         *(f"unit/test_{name}" for name in ("semantics", "startup", "state", "subset", "threads", "together")),
         *(f"unit/test_{name}" for name in ("values", "waiting")),

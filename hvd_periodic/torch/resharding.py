@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hvd_periodic.elastic import resharding
-from hvd_periodic.elastic.resharding import Entries, Form, Stretch
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
+from hvd_periodic.outer.stretches import Entries, Form, Stretch
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.torch.outer import TorchOuterOptimizer
 

@@ -16,7 +16,6 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed
 from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
-from hvd_periodic.centers.norm_bounds import NormBounds
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.job import JobCommunicator
@@ -282,29 +281,9 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             raise TypeError("An hvd.DistributedOptimizer cannot be copied or pickled: save its state_dict()")
         if self.averaging is not None:
             raise TypeError("A DistributedDataParallel's optimizer cannot be copied or pickled: save its state_dict()")
-        replica, membership = self.replica, self.membership
-        bounds = self.exchanger.context.bounds or NormBounds()
+        replica = self.replica
         of_rank = (replica.named, replica.optimizer, replica.bucket_bytes, replica.center_device)
-        arguments = {
-            "algorithm": self.exchanged.algorithm,
-            "schedule": self.planner.schedule,
-            "communicator": membership.communicator,
-            "root": membership.requested_root,
-            "name": membership.name,
-            "center": self.exchanger.placement.name,
-            "optimizer_state": self.policy,
-            "overlap": self.exchanger.context.overlap,
-            "compression": self.exchanger.context.wire,
-            "fragments": len(self.exchanger.context.fragments),
-            "nonfinite": self.exchanger.context.nonfinite,
-            "weight": self.handshake.weight.given,
-            "audit_every": self.exchanger.context.audit_every,
-            "max_message_norm": bounds.message,
-            "max_mean_norm": bounds.mean,
-            "timeout_seconds": membership.communicator.tracker.timeout,
-            "run_log": self.run_log or False,
-        }
-        return of_rank, self._moving(), arguments
+        return of_rank, self._moving(), self.arguments()
 
     def _moving(self) -> Any:
         """Return the source of the center optimizer, if there is one."""
