@@ -84,6 +84,9 @@ class Replica(Protocol, Generic[V]):
         """Return the change because of which values cannot be read and written at all, or None."""
         return self.changes()
 
+    def store_of(self, named: Sequence[tuple[str, Any]]) -> Store[V]:
+        """Return named tensors as a store, which leaves them in place; needed where the set of parameters changes."""
+
     def new_store(self, layout: Layout, name: str) -> Store[V]:
         """Return a store of zeros for a vector of the algorithm's state, such as ``"parameters.center"``."""
 

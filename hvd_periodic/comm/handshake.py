@@ -28,6 +28,7 @@ class Purpose(IntEnum):
     COMMIT = 8
     TRAINER = 9
     COMPLETE = 10
+    ADOPT = 11
 
 
 TRAINER_CALLS = ("a collective of the trainer", "construction of a strategy", "the end of training")
@@ -142,6 +143,7 @@ _ADVICE = {
     "trainer's settings, and the values that it bases decisions on, must be the same on all ranks",
     Purpose.AUDIT: "Call audit() and broadcast() on all ranks together",
     Purpose.BROADCAST: "Call audit() and broadcast() on all ranks together",
+    Purpose.ADOPT: "Call adopt() on all ranks together, after the same local step",
     Purpose.START: "After training has begun, load a state on every rank or on none",
 }
 """What to do about ranks that are in different calls, of which one is this; the first that applies counts."""
@@ -161,6 +163,7 @@ _CALLS = {
     Purpose.BROADCAST: "broadcast()",
     Purpose.COMMIT: "commit()",
     Purpose.COMPLETE: "completion of a background save",
+    Purpose.ADOPT: "adopt()",
 }
 
 

@@ -16,12 +16,14 @@ from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.subset import require_possible
 from hvd_periodic.numpy.communicator import communicator_of
 from hvd_periodic.numpy.optimizer_state import ArrayOptimizerState
-from hvd_periodic.numpy.outer import ArrayOuterOptimizer
+from hvd_periodic.numpy.outer import ArrayOuterOptimizer, ArrayStates, rearrange
 from hvd_periodic.numpy.replica import NamedArrays, NumpyReplica
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
 from hvd_periodic.options import Options, of_exchange, takes
+from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.spellings import RenamedAttribute, renamed
+from hvd_periodic.sync.adoption import Successor
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
 
@@ -65,8 +67,10 @@ class PeriodicOptimizer:
         comm = communicator_of(options["process_set"])
         name = comm.unique_name(options["timeout_seconds"])
 
+        self.inner, self._policies = optimizer, options["parameters"]
+
         def build() -> ReplicaSynchronizer[Array]:
-            replica = NumpyReplica(model, parameters=options["parameters"])
+            replica = NumpyReplica(model, parameters=self._policies)
             require_possible(comm, options["center"], options["nonfinite"], asynchronous, options["overlap"])
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             moving = made.outer_optimizer(optimizer, outer_optimizer)
@@ -79,17 +83,80 @@ class PeriodicOptimizer:
                 name,
                 asynchronous=asynchronous,
                 outer=None if moving is None else ArrayOuterOptimizer(moving),
-                rates=LearningRates(lambda: [_learning_rate(optimizer)] * len(replica.exchanged)),
-                local_optimizer=ArrayOptimizerState(optimizer, replica),
+                **self._of_replica(replica),
                 **of_exchange(options),
             )
 
-        self.inner = optimizer
         with spelled(self._spelling):
             self.synchronizer = build_on_all(comm, name, build)
         self.synchronizer.learning_rate = lambda: getattr(optimizer, "learning_rate", None)
         self._replica: Any = self.synchronizer.replica
         self.synchronizer.start()
+
+    def _of_replica(self, replica: NumpyReplica) -> dict[str, Any]:
+        """Return the arguments of the synchronizer that depend on the replica, but for the outer optimizer."""
+        return {
+            "rates": LearningRates(lambda: [_learning_rate(self.inner)] * len(replica.exchanged)),
+            "local_optimizer": ArrayOptimizerState(self.inner, replica),
+        }
+
+    def adopt(self, model: NamedArrays) -> None:
+        """Go on with other arrays, after some were added or left out; on all ranks, after the same step.
+
+        First all ranks exchange the former arrays, unless they have just done so. Then, with x the arrays and c the
+        center:
+
+        - an array stays if name, shape, dtype and policy do: x, c, outer state, accumulators and error memory are kept
+          to the bit; if the array itself is another one, it takes the values of the former one;
+        - one that leaves takes x ← c on all ranks (BMUF: W), and its outer state is dropped;
+        - one that comes takes x ← x_root and c ← x_root, with outer state, accumulators and error memory of zeros.
+
+        The arrays in lists of the local optimizer stay, leave and come likewise; those that come are zeros. Counters
+        go on; the next exchange is a period from here.
+
+        Args:
+            model: all arrays to train from now on, as at construction.
+
+        Raises:
+            RuntimeError: called inside ``center()``; in asynchronous training; or other ranks are in another call.
+            TypeError, ValueError: the arrays are refused, or differ between ranks. On all ranks; training goes on with
+                the former ones.
+
+        Example:
+            >>> from hvd_periodic import Averaging
+            >>> from hvd_periodic.numpy import SGD
+            >>> w, v = np.ones(2), np.ones(3)
+            >>> optimizer = PeriodicOptimizer(SGD(0.5), {"w": w, "v": v}, Averaging(), period=2)
+            >>> optimizer.adopt({"w": w})
+            >>> for _ in range(2):
+            ...     optimizer.step({"w": w.copy()})
+            >>> w, v
+            (array([0.25, 0.25]), array([1., 1., 1.]))
+        """
+        pairs = list(model.items() if isinstance(model, Mapping) else model)
+        former, kept = self._replica, dict(vars(self.inner))
+        try:
+            self.synchronizer.adopt(lambda: self._successor(former, pairs))
+        except BaseException:
+            vars(self.inner).update(kept)
+            raise
+        self._replica = self.synchronizer.replica
+
+    def _successor(self, former: NumpyReplica, pairs: list[tuple[str, Array]]) -> Successor[Array]:
+        """Return the replica of other arrays, after the local optimizer has been rearranged for them."""
+        replica = NumpyReplica(pairs, parameters=self._policies)
+        shapes = dict(zip(former.names, (array.shape for array in former.arrays), strict=True))
+        stays = {
+            i: former.names.index(name)
+            for i, (name, array) in enumerate(zip(replica.names, replica.arrays, strict=True))
+            if shapes.get(name) == array.shape and former.arrays[former.names.index(name)].dtype == array.dtype
+        }
+        rearrange(self.inner, list(shapes.values()), replica.arrays, stays)
+        outer = self.synchronizer.exchanged.outer
+        first = outer.parts[0] if isinstance(outer, PerFragmentOptimizer) else outer
+        if isinstance(first, ArrayOuterOptimizer):
+            first = first.renewed(former.parameters.layout, replica.parameters.layout)
+        return Successor(replica, {"outer": first, **self._of_replica(replica)}, lambda _, layout: ArrayStates(layout))
 
     def step(self, gradients: Mapping[str, Array] | Sequence[Array | None], examples: float | None = None) -> None:
         """Take one local step, and exchange if one is due.

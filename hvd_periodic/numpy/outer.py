@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from hvd_periodic.numpy.complex_numbers import as_real
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
 from hvd_periodic.outer.elementwise import require_elementwise
 from hvd_periodic.outer.per_fragment import CloneableOptimizer
+from hvd_periodic.outer.stretches import Entries, Form, Stretch, shape
 from hvd_periodic.vectors.layout import Layout
 from hvd_periodic.vectors.store import FlatStore, Store
 
@@ -35,6 +36,12 @@ class ArrayOuterOptimizer(CloneableOptimizer):
     def clone(self) -> ArrayOuterOptimizer:
         """Return a copy that has no center yet."""
         return ArrayOuterOptimizer(self._source)
+
+    def renewed(self, then: Layout, now: Layout) -> ArrayOuterOptimizer:
+        """Return an optimizer for other parameters that is as new, except that its lists of arrays are zeros."""
+        source = copy.deepcopy(self._source)
+        rearrange(source, [spec.shape for spec in then.specs], [np.zeros(s.shape, s.kind) for s in now.specs], {})
+        return ArrayOuterOptimizer(source)
 
     @property
     def name(self) -> str:
@@ -123,6 +130,73 @@ class ArrayOuterOptimizer(CloneableOptimizer):
         arrays = [np.ones(spec.shape, spec.kind) for spec in whole.specs]
         trial.step(arrays, [np.ones_like(array) for array in arrays])
         return sorted(key for key, value in _settings(trial).items() if before.get(key) != value)
+
+
+class ArrayStates(Form):
+    """Attributes of optimizers of arrays: lists with one array per stretch, and values for all."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def entries(self, state: Any, stretches: Sequence[Stretch]) -> Iterator[tuple[Stretch, Entries]]:
+        """Yield the arrays of every stretch, by attribute."""
+        lists = self._lists(state, stretches)
+        for i, stretch in enumerate(stretches):
+            yield stretch, {key: arrays[i] for key, arrays in lists.items()}
+
+    def state(
+        self, kept: Mapping[Stretch, Entries], stretches: Sequence[Stretch], example: Any, of: Sequence[Stretch]
+    ) -> Any:
+        """Return the attributes; arrays of stretches without state are zeros."""
+        lists = {
+            key: [
+                kept[part][key] if part in kept else np.zeros(shape(part, self._layout), self._kind(part))
+                for part in stretches
+            ]
+            for key, value in example.items()
+            if isinstance(value, list) and not value
+        }
+        return example | lists
+
+    def begun(self, fresh: Any, former: Any, of: Sequence[Stretch]) -> Any:
+        """Return the attributes of the former optimizer, with empty lists in place of those of its arrays."""
+        return former | {key: [] for key in self._lists(former, of)}
+
+    def zeros(self, like: Any, size: int) -> Any:
+        """Return a flat array of zeros."""
+        return np.zeros(size, like.dtype)
+
+    def _lists(self, state: Any, stretches: Sequence[Stretch]) -> dict[str, list[Array]]:
+        """Return the attributes that are lists with one array per stretch, in its shape."""
+        shapes = [shape(part, self._layout) for part in stretches]
+        return {
+            key: value
+            for key, value in state.items()
+            if isinstance(value, list) and [getattr(array, "shape", None) for array in value] == shapes
+        }
+
+    def _kind(self, part: Stretch) -> str:
+        return self._layout.specs[part[0]].kind
+
+
+def rearrange(
+    optimizer: ArrayOptimizer,
+    shapes: Sequence[tuple[int, ...]],
+    arrays: Sequence[Array],
+    stays: Mapping[int, int],
+) -> None:
+    """Rearrange what an optimizer keeps in lists with one array per parameter, for other parameters.
+
+    Args:
+        optimizer: the optimizer.
+        shapes: the shapes of the former parameters.
+        arrays: the new parameters; those that come start from zeros like these.
+        stays: of the parameters that stay, the number among the new ones, with that among the former ones.
+    """
+    for key, value in vars(optimizer).items():
+        if isinstance(value, list) and [getattr(array, "shape", None) for array in value] == list(shapes):
+            kept = [value[stays[i]] if i in stays else np.zeros_like(array) for i, array in enumerate(arrays)]
+            setattr(optimizer, key, kept)
 
 
 def _restrict(optimizer: ArrayOptimizer, share: Layout, whole: Layout) -> None:

@@ -52,7 +52,7 @@ class Checkpoint(Generic[V]):
         exchanger = self._exchanger
         exchanger.wait_and_update_centers()
         optimizer_state = exchanger.optimizer_state()
-        return self.assembled({group: vectors.save() for group, vectors in self._vectors()}, optimizer_state)
+        return self.assembled({group: vectors.save() for group, vectors in self.vectors()}, optimizer_state)
 
     def save_files(
         self,
@@ -95,7 +95,7 @@ class Checkpoint(Generic[V]):
 
     def save_own(self) -> dict[str, Any]:
         """Return copies of what this rank holds in full, so no part of a sharded center; local."""
-        return self.assembled({group: vectors.save_own() for group, vectors in self._vectors()}, None)
+        return self.assembled({group: vectors.save_own() for group, vectors in self.vectors()}, None)
 
     def save_before_training(self, begin: Callable[[], object]) -> dict[str, Any]:
         """Return the state before the first step: the loaded one, or a new one whose center equals the model.
@@ -113,7 +113,7 @@ class Checkpoint(Generic[V]):
             exchanger.tensor_groups.reset()
         if exchanger.placement.everywhere:
             return self.save()
-        return self.assembled({group: vectors.save_initial() for group, vectors in self._vectors()}, None)
+        return self.assembled({group: vectors.save_initial() for group, vectors in self.vectors()}, None)
 
     def assembled(self, vectors: dict[str, Any], optimizer_state: Any) -> dict[str, Any]:
         """Return a state dict with these vectors and this state of the center's optimizer."""
@@ -159,7 +159,7 @@ class Checkpoint(Generic[V]):
         self.check_fragments(state)
         self._check_complex(state)
         self._exchanger.check_load(state, begun)
-        for group, vectors in self._vectors():
+        for group, vectors in self.vectors():
             vectors.check(state["vectors"].get(group, {}))
 
     def check_fragments(self, state: Mapping[str, Any]) -> None:
@@ -186,7 +186,7 @@ class Checkpoint(Generic[V]):
         """Restore a state that :meth:`check` has accepted; training that has begun has to start again."""
         exchanger, progress = self._exchanger, self._exchanger.context.progress
         exchanger.load(state)
-        for group, vectors in self._vectors():
+        for group, vectors in self.vectors():
             vectors.load(state["vectors"][group])
         exchanger.has_loaded(state)
         self.state = None if exchanger.placement.everywhere else state
@@ -199,7 +199,7 @@ class Checkpoint(Generic[V]):
         before = {"updates": max(counters.last_exchange - counters.skipped_updates, 0)}
         progress.notes = ScheduleState(**before | state.get("notes", {}))
 
-    def _vectors(self) -> Iterator[tuple[str, SavedVectors[V]]]:
+    def vectors(self) -> Iterator[tuple[str, SavedVectors[V]]]:
         """Yield the name of every tensor group with the object that saves its vectors."""
         replica = self._exchanger.context.exchanged.replica
         return ((group.name, SavedVectors(group, replica)) for group in self._exchanger.tensor_groups)

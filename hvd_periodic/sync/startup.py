@@ -177,7 +177,7 @@ def warn_of_former(synchronizer: Any) -> None:
             synchronizer.membership.log.warning(
                 "A new optimizer takes over parameters of one that has taken %d local steps since its last exchange, "
                 "at step %d: all ranks start from the root's parameters, and what other ranks learned in these steps "
-                "is lost. Call finalize() of the former optimizer first",
+                "is lost. Call finalize() of the former optimizer first, or its adopt() in PyTorch and numpy",
                 counters.local_steps - counters.last_exchange,
                 counters.last_exchange,
             )
@@ -263,6 +263,13 @@ class Startup(Generic[V]):
         if context.progress.local_steps == 0:
             self._plan_first_round(context.handshake.meet(Purpose.START))
         context.progress.time(context.progress.local_steps)
+        self.begun = True
+        self._tell()
+
+    def go_on(self) -> None:
+        """Go on with counters and vectors that training had before: nothing is agreed on at the next step."""
+        self._context.progress.time(self._context.progress.local_steps)
+        self._checkpoint.forget()
         self.begun = True
         self._tell()
 

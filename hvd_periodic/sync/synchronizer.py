@@ -12,7 +12,7 @@ from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.arguments import require_int
 from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
-from hvd_periodic.centers.norm_bounds import as_norm_bounds
+from hvd_periodic.centers.norm_bounds import NormBounds, as_norm_bounds
 from hvd_periodic.centers.touched_rows import layout_by_rows
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.membership import Membership
@@ -26,6 +26,7 @@ from hvd_periodic.outer.per_fragment import CloneableOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.schedules.conversion import as_schedule
+from hvd_periodic.sync.adoption import Successor, adopt
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.center_reader import CenterReader
 from hvd_periodic.sync.checkpoint import Checkpoint
@@ -270,6 +271,10 @@ class ReplicaSynchronizer(Generic[V]):
         if self.progress.is_new:
             self.exchanger.tensor_groups.reset()
 
+    def construct(self, replica: Replica[V], **arguments: Any) -> None:
+        """Construct this object again, for another replica; without communication."""
+        ReplicaSynchronizer.__init__(self, replica, **arguments)
+
     def new_progress(self, schedule: Schedule) -> ProgressTracker:
         """Return what keeps the counters; a front end may keep them elsewhere."""
         return ProgressTracker(schedule)
@@ -438,6 +443,44 @@ class ReplicaSynchronizer(Generic[V]):
         if self.handshake.background_save is not None:
             self.handshake.background_save.complete()
         self.journal.ended(self.counters)
+
+    def adopt(self, successor: Callable[[], Successor[V]]) -> None:
+        """Go on with another set of parameters: of those that stay, all is kept; collective. See :mod:`.adoption`.
+
+        Args:
+            successor: returns the replica of the new set, with what depends on it.
+
+        Raises:
+            RuntimeError: called inside ``center()``; this kind of training cannot adopt; or other ranks are in another
+                call.
+            TypeError, ValueError: the new set is refused, or differs between ranks; on all ranks. Training goes on with
+                the old one.
+        """
+        adopt(self, successor)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of construction that do not depend on the replica, for synchronous exchange."""
+        context, membership = self.exchanger.context, self.membership
+        bounds = context.bounds or NormBounds()
+        return {
+            "algorithm": self.exchanged.algorithm,
+            "schedule": self.planner.schedule,
+            "communicator": membership.communicator,
+            "root": membership.requested_root,
+            "name": membership.name,
+            "center": self.exchanger.placement.name,
+            "optimizer_state": self.policy,
+            "overlap": context.overlap,
+            "compression": context.wire,
+            "fragments": len(context.fragments),
+            "nonfinite": context.nonfinite,
+            "weight": self.handshake.weight.given,
+            "audit_every": context.audit_every,
+            "max_message_norm": bounds.message,
+            "max_mean_norm": bounds.mean,
+            "timeout_seconds": membership.communicator.tracker.timeout,
+            "run_log": self.run_log or False,
+        }
 
     def audit(self) -> None:
         """Check that all ranks hold the same center, bit by bit, and compare the weights that no exchange touches.

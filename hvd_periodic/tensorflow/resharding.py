@@ -9,8 +9,8 @@ import numpy as np
 
 from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.elastic import resharding
-from hvd_periodic.elastic.resharding import Entries, Form, Stretch
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
+from hvd_periodic.outer.stretches import Entries, Form, Stretch
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.tensorflow.outer import VariableOuterOptimizer
 

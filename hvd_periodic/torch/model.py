@@ -35,6 +35,7 @@ class NamedTensors:
         module: weak reference to the module that holds the tensors, if one was given.
         given: the ``buffers`` argument, which decides the policy of buffers that appear later.
         participation: the policy of each parameter, by name.
+        asked: the ``parameters`` argument, which decides the policy of parameters that come later.
     """
 
     parameters: list[tuple[str, torch.Tensor]]
@@ -43,6 +44,7 @@ class NamedTensors:
     module: weakref.ref[torch.nn.Module] | None = None
     given: Buffers = None
     participation: Mapping[str, str] = field(default_factory=dict)
+    asked: Policies = None
 
     @classmethod
     def of(cls, model: Model, buffers: Buffers, parameters: Policies = None) -> NamedTensors:
@@ -53,7 +55,7 @@ class NamedTensors:
             ValueError: duplicate names, or unknown or impossible ``buffers`` or ``parameters``.
         """
         found = cls._of(model, buffers)
-        return replace(found, participation=participation_of(parameters, found.parameters))
+        return replace(found, participation=participation_of(parameters, found.parameters), asked=parameters)
 
     @classmethod
     def _of(cls, model: Model, buffers: Buffers) -> NamedTensors:

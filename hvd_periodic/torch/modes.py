@@ -25,6 +25,11 @@ class Modes:
         if optimizer is None or not _continues_from_evaluation(self._optimizer):
             self._optimizer = None
 
+    @property
+    def any(self) -> bool:
+        """Whether the optimizer has such modes."""
+        return self._optimizer is not None
+
     def evaluate(self) -> bool:
         """Put the evaluation point into the parameters; return whether the optimizer was in train mode."""
         if self._optimizer is None:

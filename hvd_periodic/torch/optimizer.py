@@ -263,15 +263,50 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         self.synchronizer.finalize()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the set of parameters is fixed at construction.
+        """Add a group to the wrapped optimizer; :meth:`adopt` must follow on all ranks before the next exchange.
 
         Raises:
-            RuntimeError: always.
+            RuntimeError: the wrapped optimizer is one of ``hvd.DistributedOptimizer``; or of several levels.
+            TypeError, ValueError: as ``torch.optim.Optimizer.add_param_group``.
         """
-        raise RuntimeError(
-            f"Parameters cannot be added to {type(self).__name__}: ranks agreed on their set at construction. "
-            "Add the group to the wrapped optimizer before it is wrapped"
-        )
+        if self._averaging.present or isinstance(self.inner, PeriodicOptimizer):
+            raise RuntimeError(
+                f"Parameters cannot be added to {type(self).__name__} around a {type(self.inner).__name__}, since "
+                "adopt() is not available there: add the group before the optimizer is wrapped"
+            )
+        self.inner.add_param_group(param_group)
+
+    def adopt(self, model: Model | None = None) -> None:
+        """Go on after parameters were thawed, frozen, added or removed; on all ranks, after the same local step.
+
+        First all ranks exchange the former set, unless they have just done so. Then, with x the parameters and c the
+        center:
+
+        - a parameter stays if name, shape, dtype and policy do: x, c, outer state, accumulators and error memory are
+          kept to the bit; if the tensor itself is another one, it takes the values of the former one;
+        - one that leaves takes x ← c on all ranks (BMUF: W), and is a constant from then on;
+        - one that comes takes x ← x_root and c ← x_root, with outer state, accumulators and error memory of zeros.
+
+        The state of the local optimizer is yours: PyTorch makes it empty for parameters that come. Counters go on; the
+        next exchange is a period from here.
+
+        Args:
+            model: the model, as at construction; needed if that was not a module.
+
+        Raises:
+            RuntimeError: called inside ``center()``; this kind of training cannot adopt; or other ranks are in another
+                call.
+            TypeError, ValueError: the new set is refused, or differs between ranks. On all ranks; nothing has changed.
+
+        Example::
+
+            for parameter in model.backbone.parameters():
+                parameter.requires_grad = True
+            optimizer.add_param_group({"params": model.backbone.parameters(), "lr": 1e-4})
+            optimizer.adopt()
+        """
+        self.synchronizer.adopt_model(model)
+        self.__setstate__(self.__getstate__())
 
     def center(self) -> AbstractContextManager[None]:
         """Hold the center in the model inside a ``with`` block; the local values return after it, even on an exception.

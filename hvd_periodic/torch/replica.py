@@ -145,6 +145,11 @@ class TorchReplica(Replica[torch.Tensor]):
         with torch.profiler.record_function(name), nvtx:
             yield
 
+    @property
+    def has_modes(self) -> bool:
+        """Whether the optimizer trains and evaluates at different points, see :class:`Modes`."""
+        return self._modes.any
+
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a block in which the parameters hold the evaluation point of a schedule-free optimizer."""
         return self._modes.evaluating(self.tensors)
@@ -197,14 +202,19 @@ class TorchReplica(Replica[torch.Tensor]):
             if parameter.requires_grad != (id(parameter) in self._exchanged):
                 then, now = ("frozen", "trainable") if parameter.requires_grad else ("trainable", "frozen")
                 return (
-                    f"Parameter {name!r} was {then} at construction and is {now} now: finalize(), then make a new "
-                    "optimizer"
+                    f"Parameter {name!r} was {then} at construction and is {now} now: call adopt() on all ranks; or "
+                    "finalize(), then make a new optimizer"
                 )
         if self.optimizer is not None and _held_by(self.optimizer) != self._held:
-            return "Parameters of the optimizer were added, removed or replaced after construction"
+            return (
+                "Parameters of the optimizer were added, removed or replaced after construction: call adopt() on all "
+                "ranks"
+            )
         changed = self.named.changed()
         if changed is not None:
-            return f"{changed!r} was added to the model, removed or replaced after construction"
+            return (
+                f"{changed!r} was added to the model, removed or replaced after construction: call adopt() on all ranks"
+            )
         return None
 
     def new_store(self, layout: Layout, name: str) -> Store[torch.Tensor]:
@@ -312,6 +322,12 @@ class TorchReplica(Replica[torch.Tensor]):
         """Remove the gradients of the parameters, so that optimizers skip them."""
         for parameter in self._trained:
             parameter.grad = None
+
+    def forget_gradients_of_frozen(self) -> None:
+        """Remove the gradients of parameters that were trained and are frozen now: optimizers would step them."""
+        for parameter in self._trained:
+            if not parameter.requires_grad:
+                parameter.grad = None
 
     def follow_weights(self) -> None:
         """Reshard, so that the next forward pass gathers the current shards."""

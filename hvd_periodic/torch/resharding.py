@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hvd_periodic.elastic import resharding
-from hvd_periodic.elastic.resharding import Entries, Form, Stretch
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
+from hvd_periodic.outer.stretches import Entries, Form, Stretch
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.torch.outer import TorchOuterOptimizer
 
@@ -18,10 +18,10 @@ def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any]) -> Any:
     if not isinstance(outer, (TorchOuterOptimizer, PerFragmentOptimizer)):
         return saved
     first: Any = outer.parts[0] if isinstance(outer, PerFragmentOptimizer) else outer
-    return resharding.resharded(saved, synchronizer, _StateDicts(first.grouping()))
+    return resharding.resharded(saved, synchronizer, StateDicts(first.grouping()))
 
 
-class _StateDicts(Form):
+class StateDicts(Form):
     """State dicts of optimizers; ``grouping`` is that of :meth:`TorchOuterOptimizer.grouping`."""
 
     def __init__(self, grouping: Sequence[Sequence[int]]) -> None:
@@ -46,6 +46,15 @@ class _StateDicts(Form):
         state = {index: kept[part] for index, part in numbered if part is not None and part in kept}
         of_no_parameter = {key: value for key, value in example["state"].items() if not isinstance(key, int)}
         return {"state": of_no_parameter | state, "param_groups": groups}
+
+    def begun(self, fresh: Any, former: Any, of: Sequence[Stretch]) -> Any:
+        """Return the new state dict, with the state that belongs to no parameter from the former one."""
+        of_no_parameter = {key: value for key, value in former["state"].items() if not isinstance(key, int)}
+        groups = fresh["param_groups"]
+        if len(groups) == len(former["param_groups"]):
+            pairs = zip(groups, former["param_groups"], strict=True)
+            groups = [{**then, "params": now["params"]} for now, then in pairs]
+        return {**fresh, "state": of_no_parameter, "param_groups": groups}
 
     def zeros(self, like: Any, size: int) -> Any:
         """Return a flat tensor of zeros."""

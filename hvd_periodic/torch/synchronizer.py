@@ -16,7 +16,6 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed
 from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
-from hvd_periodic.centers.norm_bounds import NormBounds
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.job import JobCommunicator
@@ -24,6 +23,7 @@ from hvd_periodic.comm.subset import require_possible
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.schedules import Schedule, Seconds, as_schedule
+from hvd_periodic.sync.adoption import Successor
 from hvd_periodic.sync.finite import SKIP
 from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
@@ -37,7 +37,7 @@ from hvd_periodic.torch.optimizer_state import TorchOptimizerState
 from hvd_periodic.torch.options import TorchOptions
 from hvd_periodic.torch.outer import CenterOptimizerLike, TorchOuterOptimizer
 from hvd_periodic.torch.replica import TorchReplica
-from hvd_periodic.torch.resharding import resharded
+from hvd_periodic.torch.resharding import StateDicts, resharded
 from hvd_periodic.torch.saved import check_moving, map_tensors, translated, with_sharded_tensors
 from hvd_periodic.torch.sharded_parameters import shard_of
 from hvd_periodic.torch.state_making import makes_state_only
@@ -160,14 +160,42 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     def _assemble(self, replica: TorchReplica, moving: CenterOptimizerLike | None, **arguments: Any) -> None:
         """Initialize the base class for a torch replica, of which ``moving`` moves the center."""
         optimizer = replica.optimizer
-        super().__init__(
-            replica,
-            outer=None if moving is None else TorchOuterOptimizer(moving, optimizer, replica.tensors),
-            rates=LearningRates(replica.learning_rates),
-            local_optimizer=None if optimizer is None else TorchOptimizerState(optimizer, replica),
-            **arguments,
-        )
+        super().__init__(replica, **_of_replica(replica, moving), **arguments)
         self.learning_rate = None if optimizer is None else lambda: optimizer.param_groups[0].get("lr")
+
+    @neutrally
+    def adopt_model(self, model: Model | None = None) -> None:
+        """Go on with the parameters of the model that are trainable now; see :meth:`.PeriodicOptimizer.adopt`.
+
+        Args:
+            model: the model, as at construction; needed if that was not a module.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as :meth:`.PeriodicOptimizer.adopt`.
+        """
+        replica, outer = self.replica, self._moving()
+        inside = vars(replica.optimizer).get("synchronizer") if replica.optimizer is not None else None
+        refused = {
+            "for parameters that are sharded by fully_shard()": bool(replica.sharded),
+            "with optimizers that train and evaluate at different points": replica.has_modes,
+            "for several levels of optimizers": inside is not None,
+            "where gradients are averaged": self.averaging is not None,
+        }
+        asked = next((what for what, here in refused.items() if here), None)
+        if asked is not None:
+            raise RuntimeError(f"adopt() is not available {asked}: finalize(), then make a new optimizer")
+        if model is None and replica.named.behind() is None:
+            raise ValueError("adopt() needs the model, as the optimizer was not made from a module: adopt(model)")
+
+        def successor() -> Successor[torch.Tensor]:
+            given: Any = replica.named.behind() if model is None else model
+            named = NamedTensors.of(given, replica.named.given, replica.named.asked)
+            new = TorchReplica(named, replica.optimizer, replica.bucket_bytes, replica.center_device)
+            self.membership.communicator.check_devices({tensor.device.type for tensor in new.tensors})
+            return Successor(new, _of_replica(new, outer), lambda outer, _: StateDicts(outer.grouping()))
+
+        self.adopt(successor)
+        replica.forget_gradients_of_frozen()
 
     def begin(self, call_point: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
         """Begin training unless it has begun, as in the base class."""
@@ -282,29 +310,9 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             raise TypeError("An hvd.DistributedOptimizer cannot be copied or pickled: save its state_dict()")
         if self.averaging is not None:
             raise TypeError("A DistributedDataParallel's optimizer cannot be copied or pickled: save its state_dict()")
-        replica, membership = self.replica, self.membership
-        bounds = self.exchanger.context.bounds or NormBounds()
+        replica = self.replica
         of_rank = (replica.named, replica.optimizer, replica.bucket_bytes, replica.center_device)
-        arguments = {
-            "algorithm": self.exchanged.algorithm,
-            "schedule": self.planner.schedule,
-            "communicator": membership.communicator,
-            "root": membership.requested_root,
-            "name": membership.name,
-            "center": self.exchanger.placement.name,
-            "optimizer_state": self.policy,
-            "overlap": self.exchanger.context.overlap,
-            "compression": self.exchanger.context.wire,
-            "fragments": len(self.exchanger.context.fragments),
-            "nonfinite": self.exchanger.context.nonfinite,
-            "weight": self.handshake.weight.given,
-            "audit_every": self.exchanger.context.audit_every,
-            "max_message_norm": bounds.message,
-            "max_mean_norm": bounds.mean,
-            "timeout_seconds": membership.communicator.tracker.timeout,
-            "run_log": self.run_log or False,
-        }
-        return of_rank, self._moving(), arguments
+        return of_rank, self._moving(), self.arguments()
 
     def _moving(self) -> Any:
         """Return the source of the center optimizer, if there is one."""
@@ -322,6 +330,16 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         self.load_state_dict(state)
         # A copy made before training waits for weights, like the original.
         self.checkpoint.loaded = self.local_steps > 0
+
+
+def _of_replica(replica: TorchReplica, moving: CenterOptimizerLike | None) -> dict[str, Any]:
+    """Return the arguments of the base class that depend on the replica."""
+    optimizer = replica.optimizer
+    return {
+        "outer": None if moving is None else TorchOuterOptimizer(moving, optimizer, replica.tensors),
+        "rates": LearningRates(replica.learning_rates),
+        "local_optimizer": None if optimizer is None else TorchOptimizerState(optimizer, replica),
+    }
 
 
 def _check_replica(

@@ -202,11 +202,22 @@ def test_zero_grad(wrap: Wrap, to_none: bool) -> None:
     assert all((p.grad is None) if to_none else not p.grad.any() for p in model.parameters())
 
 
-def test_add_param_group_is_refused(wrap: Wrap) -> None:
+def test_add_param_group_needs_adopt_and_names_in_the_model(wrap: Wrap) -> None:
     model = make_model()
     optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(ValueError, match="`model` must name every parameter of the optimizer"):
+        optimizer.adopt()
+
+
+def test_add_param_group_is_refused_around_another_level() -> None:
+    model = make_model()
+    inner = hvdp.ModelAverageOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 2)
+    optimizer = hvdp.ModelAverageOptimizer(inner, model, 4)
     with pytest.raises(RuntimeError, match="cannot be added"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(RuntimeError, match="not available for several levels"):
+        optimizer.adopt()
 
 
 COPIES = {

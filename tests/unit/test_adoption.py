@@ -1,0 +1,307 @@
+"""Changes of the trained set in the middle of training, on numpy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_periodic import AGN, BMUF, EASGD, Algorithm, Averaging, Communicator, Compression, DiLoCo, SlowMo
+from hvd_periodic.numpy import SGD, NumpyReplica, PeriodicOptimizer
+from tests.helpers import Array, errors, run_ranks
+
+ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
+    "average": Averaging,
+    "diloco": DiLoCo,
+    "slowmo": SlowMo,
+    "bmuf": BMUF,
+    "easgd": lambda: EASGD(0.25, rho=0.5),
+    "agn": AGN,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "root": {"center": "root"},
+    "sharded": {"center": "sharded"},
+    "int8": {"compression": Compression.int8},
+    "topk": {"compression": Compression.topk(0.5)},
+    "fragments": {"fragments": 2},
+    "overlap": {"overlap": 1},
+    "average": {"optimizer_state": "average"},
+    "skip": {"nonfinite": "skip"},
+    "present": {"parameters": {"v": "present"}},
+}
+PERIOD = 3
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut the parameters into buckets of two elements."""
+    monkeypatch.setattr("hvd_periodic.numpy.optimizer.NumpyReplica", partial(NumpyReplica, bucket_bytes=16))
+
+
+def made(comm: Communicator, model: dict[str, Array], algorithm: str, **options: Any) -> PeriodicOptimizer:
+    outer = SGD(0.1, 0.9) if algorithm == "agn" else None
+    return PeriodicOptimizer(
+        SGD(0.125, 0.5), model, ALGORITHMS[algorithm](), PERIOD, outer_optimizer=outer, process_set=comm, **options
+    )
+
+
+def started() -> dict[str, Array]:
+    return {"w": np.array([1.0, -2.0, 0.5]), "v": np.array([[2.0, 1.0], [0.0, -1.0]])}
+
+
+def train(optimizer: PeriodicOptimizer, model: dict[str, Array], rank: int, steps: int) -> list[Any]:
+    """Take steps on another objective on each rank, and return the values after each."""
+    seen = []
+    for _ in range(steps):
+        optimizer.step({name: (0.5 + 0.25 * rank) * (x - (1.5 - rank)) for name, x in model.items()})
+        seen.append({name: x.tolist() for name, x in model.items()})
+    return seen
+
+
+def of_center(optimizer: PeriodicOptimizer, model: dict[str, Array]) -> Any:
+    with optimizer.center():
+        return {name: x.tolist() for name, x in model.items()}
+
+
+def test_numbers_of_diloco() -> None:
+    """Two workers with F_i = h_i (x - b_i)²/2; v is frozen after round 2 and thawed after round 3."""
+
+    def job(comm: Communicator) -> tuple[list[float], list[float]]:
+        w, v, rank = np.zeros(1), np.zeros(1), comm.rank
+        optimizer = PeriodicOptimizer(SGD(0.1), {"w": w, "v": v}, DiLoCo(), PERIOD, process_set=comm)
+        seen: tuple[list[float], list[float]] = ([], [])
+        for done in range(1, 6):
+            for _ in range(PERIOD):
+                gradients = {"w": (0.5, 1.0)[rank] * (w - (3.0, -1.0)[rank])}
+                if done != 3:
+                    gradients["v"] = (1.0, 2.0)[rank] * (v - (0.5, 2.0)[rank])
+                optimizer.step(gradients)
+            seen[0].append(w.item())
+            seen[1].append(v.item())
+            if done == 2:
+                optimizer.adopt({"w": w})
+            elif done == 3:
+                optimizer.adopt({"w": w, "v": v})
+        assert optimizer.synchronizer.rounds == 5
+        return seen
+
+    for w, v in run_ranks(2, job):
+        assert w[:4] == pytest.approx([0.104321875, 0.224422972, 0.33928258, 0.433479688], abs=1e-8)
+        assert v == pytest.approx([0.7391475, 1.420331637, 1.420331637, 1.442588048, 1.463099129], abs=1e-8)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_same_set_right_after_an_exchange_changes_nothing(algorithm: str, way: str) -> None:
+    def job(comm: Communicator, adopts: bool) -> list[Any]:
+        model = started()
+        optimizer = made(comm, model, algorithm, **WAYS[way])
+        seen = train(optimizer, model, comm.rank, 2 * PERIOD)
+        optimizer.synchronizer.sync()
+        optimizer.synchronizer.land()
+        before = optimizer.synchronizer.rounds
+        if adopts:
+            optimizer.adopt(model)
+        assert optimizer.synchronizer.rounds == before
+        seen += train(optimizer, model, comm.rank, 3 * PERIOD)
+        optimizer.finalize()
+        return [*seen, of_center(optimizer, model), optimizer.synchronizer.rounds]
+
+    assert run_ranks(3, partial(job, adopts=True)) == run_ranks(3, partial(job, adopts=False))
+
+
+@pytest.mark.parametrize("way", ["replicated", "root", "sharded", "overlap", "average", "skip"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_parameters_leave_come_and_stay(algorithm: str, way: str) -> None:
+    """What stays trains as if it were alone."""
+
+    def job(comm: Communicator, alone: bool) -> dict[str, Any]:
+        model, rank = started(), comm.rank
+        w, v = model["w"], model["v"]
+        u = np.full(3, 1.0 + rank)
+        optimizer = made(comm, {"w": w} if alone else {"v": v, "w": w}, algorithm, **WAYS[way])
+        whole = {"w": w} if alone else {"w": w, "v": v}
+        seen = train(optimizer, whole, rank, PERIOD + 1)
+        optimizer.adopt({"w": w})
+        found: dict[str, Any] = {"left": v.tolist()}
+        seen += train(optimizer, {"w": w}, rank, PERIOD + 2)
+        found["frozen"] = v.tolist()
+        now = {"w": w} if alone else {"u": u, "w": w, "v": v}
+        optimizer.adopt(now)
+        found |= {"came": u.tolist(), "center": of_center(optimizer, now)}
+        seen += train(optimizer, now, rank, 2 * PERIOD)
+        optimizer.finalize()
+        found["end"] = of_center(optimizer, now)
+        return found | {"w": [each["w"] for each in seen], "counters": optimizer.synchronizer.local_steps}
+
+    together, alone = (run_ranks(3, partial(job, alone=each)) for each in (False, True))
+    for rank in range(3):
+        found = together[rank]
+        np.testing.assert_allclose(found["w"], alone[rank]["w"], rtol=1e-12, atol=0)
+        assert found["left"] == found["frozen"] == together[0]["left"] == found["center"]["v"]
+        assert found["came"] == found["center"]["u"] == [1.0, 1.0, 1.0]
+        assert found["end"] == together[0]["end"]
+        assert found["counters"] == 4 * PERIOD + 3
+
+
+def test_an_exchange_comes_first_and_the_next_is_a_period_later() -> None:
+    def job(comm: Communicator) -> list[int]:
+        model = started()
+        optimizer = made(comm, model, "average", fragments=2)
+        train(optimizer, model, comm.rank, 2)
+        optimizer.adopt(model)
+        counters = optimizer.synchronizer.counters
+        return [counters.rounds, counters.last_exchange, counters.next_exchange]
+
+    assert run_ranks(2, job) == [[2, 2, 4]] * 2
+
+
+def test_bmuf_leaves_the_center_not_what_it_publishes() -> None:
+    def job(comm: Communicator) -> tuple[list[float], Any]:
+        model = started()
+        optimizer = made(comm, model, "bmuf")
+        train(optimizer, model, comm.rank, 2 * PERIOD)
+        center = of_center(optimizer, model)["w"]
+        published = model["w"].tolist()
+        optimizer.adopt({"v": model["v"]})
+        assert model["w"].tolist() == center != published
+        return center, published
+
+    run_ranks(2, job)
+
+
+def test_other_arrays_of_the_same_names_take_the_values() -> None:
+    def job(comm: Communicator) -> Any:
+        model = started()
+        optimizer = made(comm, model, "easgd")
+        train(optimizer, model, comm.rank, 4)
+        others = {name: np.zeros_like(x) for name, x in model.items()}
+        optimizer.adopt(others)
+        assert {n: x.tolist() for n, x in others.items()} == {n: x.tolist() for n, x in model.items()}
+
+    run_ranks(2, job)
+
+
+def test_another_shape_comes_from_the_root_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def job(comm: Communicator) -> Any:
+        model = started()
+        optimizer = made(comm, model, "diloco")
+        train(optimizer, model, comm.rank, PERIOD)
+        model["w"] = np.full(5, float(comm.rank))
+        optimizer.adopt(model)
+        return train(optimizer, model, comm.rank, PERIOD)[-1]
+
+    found = run_ranks(2, job)
+    assert found[0] == found[1]
+    assert [r.getMessage() for r in caplog.records if "adopt()" in r.getMessage()] == [
+        "Parameter 'w' has another shape, dtype or policy than before adopt(): it starts from the root's value, and "
+        "its outer state from zero"
+    ]
+
+
+@pytest.mark.parametrize("center", ["replicated", "sharded"])
+def test_sets_that_differ_are_an_error_everywhere_and_training_goes_on(center: str) -> None:
+    def job(comm: Communicator, tries: bool) -> Any:
+        model = started()
+        optimizer = made(comm, model, "agn", center=center)
+        seen, message = train(optimizer, model, comm.rank, PERIOD), ""
+        if tries:
+            with pytest.raises(ValueError, match="All ranks must run the same optimizer") as error:
+                optimizer.adopt({"w": model["w"]} if comm.rank else model)
+            message = str(error.value)
+        seen += train(optimizer, model, comm.rank, 2 * PERIOD)
+        return message, seen
+
+    tried, plain = (run_ranks(2, partial(job, tries=each)) for each in (True, False))
+    assert tried[0][0] == tried[1][0] != ""
+    assert [seen for _, seen in tried] == [seen for _, seen in plain]
+
+
+def test_a_set_that_is_refused_on_one_rank_is_an_error_everywhere() -> None:
+    def job(comm: Communicator) -> Any:
+        model = started()
+        optimizer = made(comm, model, "average")
+        train(optimizer, model, comm.rank, 1)
+        with pytest.raises((TypeError, RuntimeError), match="must be a numpy array of floating point"):
+            optimizer.adopt({"w": np.zeros(2, int)} if comm.rank else model)
+        train(optimizer, model, comm.rank, PERIOD)
+
+    run_ranks(2, job)
+
+
+@pytest.mark.parametrize("elsewhere", ["step", "finalize"])
+def test_a_rank_that_is_elsewhere_is_an_error_everywhere(elsewhere: str) -> None:
+    def job(comm: Communicator) -> None:
+        model = started()
+        optimizer = made(comm, model, "average")
+        train(optimizer, model, comm.rank, 1)
+        if comm.rank == 0:
+            optimizer.adopt({"w": model["w"]})
+        elif elsewhere == "step":
+            train(optimizer, model, comm.rank, PERIOD)
+        else:
+            optimizer.finalize()
+
+    found = errors(2, job)
+    assert len(found) == 2
+    for error in found:
+        assert "adopt() of optimizer 1" in str(error)
+        assert "Call adopt() on all ranks together" in str(error)
+
+
+@pytest.mark.parametrize("way", ["replicated", "sharded", "int8"])
+def test_a_state_saved_afterwards_loads_into_the_same_set_only(way: str) -> None:
+    def job(comm: Communicator) -> None:
+        model = started()
+        optimizer = made(comm, model, "diloco", **WAYS[way])
+        train(optimizer, model, comm.rank, 2)
+        optimizer.adopt({"w": model["w"]})
+        train(optimizer, {"w": model["w"]}, comm.rank, PERIOD + 1)
+        state = optimizer.synchronizer.state_dict()
+        kept, inner = {"w": model["w"].copy()}, copy.deepcopy(optimizer.inner)
+        other = made(comm, kept, "diloco", **WAYS[way])
+        other.inner.__dict__.update(vars(inner))
+        kept["w"][...] = model["w"]
+        other.synchronizer.load_state_dict(copy.deepcopy(state))
+        after = train(optimizer, {"w": model["w"]}, comm.rank, 2 * PERIOD)
+        assert train(other, kept, comm.rank, 2 * PERIOD) == after
+        with pytest.raises(ValueError, match="belongs to another model"):
+            made(comm, started(), "diloco", **WAYS[way]).synchronizer.load_state_dict(state)
+
+    run_ranks(2, job)
+
+
+def test_before_the_first_step() -> None:
+    def job(comm: Communicator) -> Any:
+        model = {name: x + comm.rank for name, x in started().items()}
+        optimizer = made(comm, {"w": model["w"]}, "easgd")
+        optimizer.adopt(model)
+        return train(optimizer, model, comm.rank, 2 * PERIOD)
+
+    plain = run_ranks(2, lambda comm: (lambda m: train(made(comm, m, "easgd"), m, comm.rank, 2 * PERIOD))(started()))
+    assert run_ranks(2, job) == plain
+
+
+def test_refused_inside_center_and_without_arrays() -> None:
+    model = started()
+    optimizer = made(None, model, "average")  # type: ignore[arg-type]
+    with optimizer.center(), pytest.raises(RuntimeError, match=r"adopt\(\) inside the center\(\) block"):
+        optimizer.adopt(model)
+    with pytest.raises(ValueError, match="must hold at least one element"):
+        optimizer.adopt({})
+    train(optimizer, model, 0, PERIOD)
+
+
+def test_asynchronous_training_is_refused() -> None:
+    def job(comm: Communicator) -> None:
+        model = started()
+        optimizer = made(comm, model, "easgd", asynchronous=True)
+        with pytest.raises(RuntimeError, match=r"adopt\(\) is not available with asynchronous=True"):
+            optimizer.adopt(model)
+
+    run_ranks(1, job)
