@@ -439,7 +439,6 @@ class ReplicaSynchronizer(Generic[V]):
         self.exchanger.check_alive()
         self.begin(CallPoint.END)
         self.exchanger.leave()
-        self.exchanger.context.differences.compare()
         if self.handshake.background_save is not None:
             self.handshake.background_save.complete()
         self.journal.ended(self.counters)

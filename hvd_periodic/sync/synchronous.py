@@ -221,6 +221,7 @@ class Synchronous(Exchanger[V]):
         while self.exchange(leaving=True):
             pass
         self.tensor_groups.audit()
+        self.context.differences.compare()
 
     def _moved_uncounted(self) -> str | None:
         """Return a message if this rank leaves without any counted step, but its parameters differ from the center."""

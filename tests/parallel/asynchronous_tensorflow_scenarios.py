@@ -722,7 +722,7 @@ def several(center: str) -> Any:
     b.synchronizer.finalize()
     a.synchronizer.finalize()
     results: dict[str, Any] = {"started": started, "centers": [read_center(a, first)[0], read_center(b, second)[0]]}
-    if PROCESS_SETS and PROCESS_SETS[0].included():
+    if PROCESS_SETS and hvd.rank() in (0, 2):
         w = scalar(float(hvd.rank()))
         optimizer = OPTIMIZERS["easgd"](
             keras.optimizers.SGD(0.5), process_set=PROCESS_SETS[0], asynchronous=True, root_rank=last

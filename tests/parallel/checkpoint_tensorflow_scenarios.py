@@ -148,7 +148,7 @@ def the_file_of_the_root_alone() -> Any:
             for file in (path / name).glob("*/rank-*.npz"):
                 if file.name != "rank-0.npz":
                     file.unlink()
-        hvd.barrier()
+        hvd.allgather_object(None)
         for case in ("visible", "on the root", "broadcasts"):
             model, optimizer = made(name)
             values = {}
@@ -175,12 +175,12 @@ def damage() -> Any:
     results.append(attempt(lambda: hvdp.load(path, other, optimizer)))
     results.append(attempt(lambda: train(other, optimizer, 0, 1)))
     last = path / f"000001-step{SAVED}" / f"rank-{hvd.size() - 1}.npz"
-    hvd.barrier()
+    hvd.allgather_object(None)
     if hvd.rank() == 0:
         data = bytearray(last.read_bytes())
         data[len(data) // 2] ^= 4
         last.write_bytes(data)
-    hvd.barrier()
+    hvd.allgather_object(None)
     model, optimizer = made("easgd")
     results.append(attempt(lambda: hvdp.load(path, model, optimizer)))
     results.append(attempt(lambda: train(model, optimizer, 0, 1), tf.errors.OpError))

@@ -59,16 +59,13 @@ TEACHER = (
 )
 
 
-@pytest.mark.parametrize("call", ["finalize", "audit", "audit_every", "asynchronous"])
+@pytest.mark.parametrize("call", ["finalize", "audit", "audit_every"])
 def test_each_is_named_once(call: str, caplog: pytest.LogCaptureFixture) -> None:
     """With what to write; but not statistics, which exchanges average, nor what draws numbers."""
-    options = {"audit_every": {"audit_every": 1}, "asynchronous": {"asynchronous": True}}.get(call, {})
+    options = {"audit_every": 1} if call == "audit_every" else {}
 
     def work(communicator: Communicator) -> None:
-        kind = hvdp.EASGD(0.25) if call == "asynchronous" else hvdp.Averaging()
-        model = Quantized()
-        local = torch.optim.SGD([model.weight], lr=0.1)
-        optimizer = hvdp.PeriodicOptimizer(local, model, kind, 2, process_set=communicator, **options)
+        model, optimizer = made(communicator, **options)
         train(model, optimizer)
         change(model, communicator.rank)
         train(model, optimizer)
