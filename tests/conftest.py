@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -55,6 +56,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if core and item.get_closest_marker("thorough") is None:
             item.add_marker("core")
             item.fixturenames.insert(0, "without_frameworks")
+
+
+@pytest.fixture(autouse=True)
+def numpy_without_horovod(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Hide from numpy a Horovod that another test of this process has initialized for a framework; not in real jobs."""
+    numpy = sys.modules.get("hvd_periodic.numpy.communicator")
+    if numpy is None or request.path.parent.name not in ("unit", "conformance"):
+        yield
+        return
+    with patch.dict(vars(numpy.FRONT_END), horovod_modules=()):
+        yield
 
 
 @pytest.fixture

@@ -262,7 +262,10 @@ class TorchReplica(Replica[torch.Tensor]):
         views, found = {key: store.tensors() for key, store in worker.items()}, 0
         for chunk in self._chunks:
             parameters, vectors = self.tensors[chunk], {key: tensors[chunk] for key, tensors in views.items()}
-            gradients = list(map(_gradient_of, parameters))
+            if self.complex_names:
+                gradients = list(map(_gradient_of, parameters))
+            else:
+                gradients = [tensor.grad for tensor in parameters]
             there = [gradient for gradient in gradients if gradient is not None]
             if len(there) < len(gradients):
                 parameters = _where_there(gradients, parameters)

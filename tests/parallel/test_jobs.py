@@ -297,7 +297,7 @@ def test_launch_scripts(name: str, ranks: int, script: Path, tmp_path: Path) -> 
 def test_ranks_write_as_if_no_launcher_were_between(name: str, tmp_path: Path) -> None:
     """They see the terminal, where there is one, and nothing precedes their lines."""
     script = tmp_path / "script.py"
-    script.write_text("import sys\nprint('terminal' if sys.stderr.isatty() else 'pipe')\n")
+    script.write_text("import sys\nsys.stdout.write('terminal\\n' if sys.stderr.isatty() else 'pipe\\n')\n")
     terminal, end = os.openpty()
     try:
         assert run_script(name, "2", str(script), stderr=end).stdout == "terminal\n" * 2

@@ -123,6 +123,10 @@ def test_a_state_dict_holds_what_is_remembered() -> None:
         "losses": 1,
         "memory": {"period": 2.0, "loss": 4.0, "learning_rate": float(np.float32(0.1))},
         "since": (),
+        "updates": 0,
+        "examples": 0.0,
+        "reports": 0,
+        "seen": [],
     }
     other = network()
     again = wrapped(other, schedule, rate)
