@@ -38,6 +38,7 @@ collect_ignore = ["pages"]
 
 def pytest_configure(config: pytest.Config) -> None:
     """Draw fewer examples where tests are not thorough; with ``-m core``, import no other files, so no framework."""
+    config.pluginmanager.register(Everywhere())
     settings.register_profile("thorough", max_examples=150)
     settings.register_profile("every run", max_examples=50)
     settings.load_profile("every run" if config.option.markexpr in ("core", "not thorough") else "thorough")
@@ -58,15 +59,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.fixturenames.insert(0, "without_frameworks")
 
 
-@pytest.fixture(autouse=True)
-def numpy_without_horovod(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Hide from numpy a Horovod that another test of this process has initialized for a framework; not in real jobs."""
-    numpy = sys.modules.get("hvd_periodic.numpy.communicator")
-    if numpy is None or request.path.parent.name not in ("unit", "conformance"):
-        yield
-        return
-    with patch.dict(vars(numpy.FRONT_END), horovod_modules=()):
-        yield
+class Everywhere:
+    """Fixtures of all tests, also of the examples in docstrings, which are not in this folder."""
+
+    @pytest.fixture(autouse=True)
+    def numpy_without_horovod(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        """Hide from numpy a Horovod that another test of this process has initialized for a framework."""
+        numpy = sys.modules.get("hvd_periodic.numpy.communicator")
+        if numpy is None:
+            yield
+            return
+        with patch.dict(vars(numpy.FRONT_END), horovod_modules=()):
+            yield
 
 
 @pytest.fixture
