@@ -6,6 +6,7 @@ torchrun; else Horovod where it is installed; else MPI where mpi4py is; else thi
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 from importlib.util import find_spec
@@ -60,6 +61,7 @@ class _OverTorch(_Alone):
 
         if not distributed.is_initialized():
             distributed.init_process_group()
+            atexit.register(distributed.destroy_process_group)
         self._distributed = distributed
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
 

@@ -86,6 +86,7 @@ def _refusal(synchronizer: Any) -> str | None:
     refused = {
         "with asynchronous=True": not exchanger.steps_agree,
         "under elastic Horovod": membership.communicator.elastic,
+        "where ranks exchange in groups of their own": membership.is_lockstep_group,
         "where gradients are averaged": membership.in_groups or membership.group is not None,
         "before a synchronous warmup ends": synchronizer.warmup.active,
     }

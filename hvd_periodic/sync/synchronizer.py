@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
-from hvd_periodic.algorithms.base import Algorithm, Exchange
+from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.arguments import require_int
 from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
@@ -30,6 +30,7 @@ from hvd_periodic.sync.adoption import Successor, adopt
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.center_reader import CenterReader
 from hvd_periodic.sync.checkpoint import Checkpoint
+from hvd_periodic.sync.combinations import check_bounds, check_participation, check_weight
 from hvd_periodic.sync.differences import Differences
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, check_agreement
 from hvd_periodic.sync.finite import RAISE, SKIP, as_nonfinite
@@ -176,11 +177,6 @@ class ReplicaSynchronizer(Generic[V]):
             _refuse(weight is not None, "weight", weight, "no mean is taken")
             _refuse(max_message_norm is not None, "max_message_norm", max_message_norm, "no bounds are kept")
             _refuse(max_mean_norm is not None, "max_mean_norm", max_mean_norm, "no mean is taken")
-        if bounds is not None and replica.present:
-            raise ValueError(
-                "`max_message_norm` and `max_mean_norm` are norms over all that a rank exchanges, and `parameters` "
-                f"makes some of it 'present' on some ranks only: leave out one of the two. Received: {bounds}"
-            )
         exchanger = self.exchangers.asynchronous if asynchronous else self.exchangers.synchronous
         exchanger = self.exchangers.overlapped if overlaps else exchanger
         if replica.tables:
@@ -194,47 +190,15 @@ class ReplicaSynchronizer(Generic[V]):
         self.exchanged = ExchangeSpec(replica, exchanger.suited(algorithm, communicator.size), outer, rates)
         exchanger.check(schedule, self.policy)
         self.algorithm = self.exchanged.algorithm
-        if weight is not None and not self.algorithm.takes_mean:
-            raise ValueError(
-                "`weight` is for algorithms that take the mean over ranks: averaging, DiLoCo, SlowMo, BMUF, and AGN "
-                f"with op='average'. Received: {self.algorithm!r}"
-            )
-        if counts.by_work and not replica.reports_work:
-            raise ValueError(
-                f"`weight={weight!r}` is for PyTorch and numpy: pass a number or a function that returns one"
-            )
-        if counts.by_work and fragments > 1:
-            raise ValueError(
-                f"`weight={weight!r}` counts the work between exchanges of all parameters: pass fragments=1. Received: "
-                f"fragments={fragments}"
-            )
-        if max_mean_norm is not None and self.algorithm.share_of_mean(Exchange(communicator.size, 1)) is None:
-            raise ValueError(
-                "`max_mean_norm` is for algorithms whose center takes an outer step: averaging, DiLoCo, SlowMo, BMUF "
-                f"and AGN; `max_message_norm` is for all. Received: {self.algorithm!r}"
-            )
+        check_weight(counts, self.algorithm, replica, fragments)
+        check_bounds(bounds, self.algorithm, replica, communicator.size)
         self.membership = Membership(communicator, root, communicator.unique_name() if name is None else name)
         state = state_exchange(self.policy, local_optimizer, replica, self.membership)
         self.progress = self.new_progress(schedule)
         self.planner = Planner(schedule, self.membership)
         self.warmup = SynchronousWarmup(self.planner, self.progress)
-        special = replica.keeps_own or replica.parameters_from_root is not None or replica.present
-        if self.warmup.until is not None and special:
-            raise ValueError(
-                "`parameters` cannot be 'local', 'broadcast' or 'present' as long as gradients are averaged over the "
-                f"ranks that exchange, as in {schedule!r}: leave out PostLocal, or `parameters`"
-            )
-        if replica.present and self.policy.touches and len(cut) > 1:
-            raise ValueError(
-                "`fragments`, `optimizer_state` and `parameters` that are 'present' cannot be combined, since a "
-                "fragment does not know who was present in the whole period: leave out one of them. Received: "
-                f"fragments={fragments}, optimizer_state={self.policy}"
-            )
-        if replica.present and self.algorithm.reduction != "sum":
-            raise ValueError(
-                "`parameters` can be 'present' only if messages are summed, and "
-                f"{type(self.algorithm).__name__} takes another reduction: {self.algorithm.reduction!r}"
-            )
+        averages_until = None if self.warmup.until is None else schedule
+        check_participation(replica, self.algorithm, self.policy, len(cut), averages_until)
         follower = self.exchanged.hyperparameters
         self.handshake = Handshake(self.membership, self.progress, self.planner, follower, state, counts)
         communicator.tracker.limit(timeout_seconds)

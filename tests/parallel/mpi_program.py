@@ -184,7 +184,7 @@ def same_bits(folder: Path, front_end: str) -> None:
     rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{what}"]) for what in ("RANK", "SIZE"))
     libraries = [requested()] if requested() else list(LIBRARIES)
     if "horovod" in libraries:
-        importlib.import_module(f"horovod.{front_end}").init()
+        importlib.import_module("horovod.tensorflow" if front_end == "tensorflow" else "horovod.torch").init()
     if "torch" in libraries:
         import torch.distributed as dist
 
@@ -225,6 +225,13 @@ def _trained(front_end: str, algorithm: Any, options: dict[str, Any], rank: int)
         with optimizer.synchronizer.center():
             return [*found, hashlib.sha256(b"".join(value.tobytes() for value in values())).hexdigest()]
 
+    if front_end == "numpy":
+        arrays = {"w": random.standard_normal((6, 3)).astype(np.float32), "b": np.zeros(3, np.float32)}
+        optimizer = module.PeriodicOptimizer(module.SGD(0.1, momentum=0.9), arrays, algorithm(), 3, **options)
+        for batch in inputs:
+            error = np.tanh(batch @ arrays["w"]) + arrays["b"]
+            optimizer.step({"w": batch.T @ error / 24, "b": error.mean(axis=0)})
+        return digests(optimizer, lambda: list(arrays.values()))
     if front_end == "torch":
         import torch
 

@@ -141,16 +141,21 @@ def test_mpi_without_its_launcher(variables: dict[str, str], text: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("front_end", "launchers"),
-    [("torch", ["mpirun"]), ("tensorflow", ["mpirun, Horovod", "mpirun, torch.distributed", "mpirun, MPI"])],
+    [
+        ("numpy", ["mpirun"]),
+        ("torch", ["mpirun"]),
+        ("tensorflow", ["mpirun, Horovod", "mpirun, torch.distributed", "mpirun, MPI"]),
+    ],
 )
 def test_each_library_leads_to_the_same_bits(front_end: str, launchers: list[str], tmp_path: Path) -> None:
     """On two ranks, whose sums have one order; in one job with all libraries, or one job with each."""
-    pytest.importorskip(f"horovod.{front_end}")
+    framework = "tensorflow" if front_end == "tensorflow" else "torch"
+    pytest.importorskip(f"horovod.{framework}")
     ranks: list[dict[str, Any]] = [{}, {}]
     for number, launcher in enumerate(launchers):
         folder = tmp_path / str(number)
         folder.mkdir()
-        reports = run_scenarios(launcher, 2, "mpi_program", folder, 90, "same bits", front_end, framework=front_end)
+        reports = run_scenarios(launcher, 2, "mpi_program", folder, 90, "same bits", front_end, framework=framework)
         for found, report in zip(ranks, reports, strict=True):
             found.update(report)
     for found in ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 
 from hvd_periodic import AGN, BMUF, EASGD, Algorithm, Averaging, Communicator, Compression, DiLoCo, SlowMo
+from hvd_periodic.comm.subset import Subset
 from hvd_periodic.numpy import SGD, NumpyReplica, PeriodicOptimizer
+from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from tests.helpers import Array, errors, run_ranks
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
@@ -305,3 +308,27 @@ def test_asynchronous_training_is_refused() -> None:
             optimizer.adopt(model)
 
     run_ranks(1, job)
+
+
+def test_groups_in_lockstep_are_refused() -> None:
+    def job(comm: Communicator) -> None:
+        model = started()
+        optimizer = made(Subset(comm, lambda: [comm.rank]), model, "average")
+        train(optimizer, model, comm.rank, PERIOD)
+        with pytest.raises(
+            RuntimeError, match=r"adopt\(\) is not available where ranks exchange in groups of their own"
+        ):
+            optimizer.adopt(model)
+
+    run_ranks(2, job)
+
+
+def test_no_option_is_forgotten() -> None:
+    """A synchronizer is constructed again with all options, but for those of the replica and those refused."""
+    options = inspect.signature(ReplicaSynchronizer).parameters.keys()
+    optimizer = made(None, started(), "average")  # type: ignore[arg-type]
+    of_replica, refused = (
+        {"replica", "outer", "rates", "local_optimizer"},
+        {"asynchronous", "use_locking", "center_file"},
+    )
+    assert optimizer.synchronizer.arguments().keys() | of_replica | refused | {"journal"} == options
