@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
@@ -50,7 +51,7 @@ class VariableOuterOptimizer(FollowsRate):
         self._buckets: list[Bucket]
         self._blocks: list[Bucket]
         self._owned: list[int] = []
-        self._compiled: dict[Callable[[], Any], tuple[dict[str, object], Callable[..., list[tf.Tensor]]]] = {}
+        self._compiled: tuple[dict[str, object], Callable[..., list[tf.Tensor]]] | None = None
         self._parameters = list(parameters)
         self._host: tuple[list[np.ndarray], list[np.ndarray]] | None = None
         self._initial: list[Any] = []
@@ -88,46 +89,39 @@ class VariableOuterOptimizer(FollowsRate):
             self._buckets = [self._center.layout.buckets[bucket.index] for bucket in self._buckets]
         self._blocks = [block for bucket in self._buckets for block in blocks_of(bucket)]
         self._owned = [owner for owner, _, _ in center.layout.sources]
-        self._compiled = {}
+        self._compiled = None
 
     def step(self, without: Set[int] = frozenset()) -> None:
-        """Apply one step, compiled if possible: a graph rounds otherwise than its operations one by one.
-
-        Some ranks may exchange from a compiled step, and others in ``finalize()``; their centers have to be equal.
-        """
+        """Apply one step."""
         values = self._values
         passed_over = [i for i, owner in enumerate(self._owned) if owner in without]
         if self._host is not None:
             self._moved.step_host(*self._host)
-        elif passed_over or not several_threads():
+        elif self._steps_on_arrays() and not passed_over and several_threads():
+            self._step_compiled()
+        else:
             values.release()
             self._moved.step(passed_over)
-        elif not all(map(values.holds, self._gradient.tensors())) or values.changed(self._center, self._blocks):
-            values.release()
-            self._function(self._compile_step)()
-        else:
-            moved = self._function(self._compile)(*(as_tensor(self._gradient.read(bucket)) for bucket in self._buckets))
-            for block, vector in zip(self._blocks, moved, strict=True):
-                values.lend(self._center, block, np.asarray(vector))
 
-    def _function(self, compile_anew: Callable[[], Callable[..., list[tf.Tensor]]]) -> Callable[..., list[tf.Tensor]]:
-        """Return a compiled step, which is compiled again if a setting that it contains has changed."""
+    def _steps_on_arrays(self) -> bool:
+        """Return whether arrays represent the gradient, and the center has no value that its variables lack."""
+        gradient = [tensor for tensor in self._gradient.tensors() if math.prod(tensor.shape)]
+        return all(map(self._values.holds, gradient)) and not self._values.changed(self._center, self._blocks)
+
+    def _step_compiled(self) -> None:
+        """Apply one compiled step while arrays represent the variables.
+
+        Single operations, which Python starts, would take ten times as long.
+        """
         constants = self._moved.constants()
-        if compile_anew not in self._compiled or self._compiled[compile_anew][0] != constants:
-            self._compiled[compile_anew] = constants, compile_anew()
-        return self._compiled[compile_anew][1]
-
-    def _compile_step(self) -> Callable[..., list[tf.Tensor]]:
-        """Return a function that steps on the variables."""
-        step = tf.function(self._moved.step, autograph=False)
-        compiled: Callable[..., list[tf.Tensor]] = step.get_concrete_function()
-        return compiled
+        if self._compiled is None or self._compiled[0] != constants:
+            self._compiled = constants, self._compile()
+        moved = self._compiled[1](*(as_tensor(self._gradient.read(bucket)) for bucket in self._buckets))
+        for block, vector in zip(self._blocks, moved, strict=True):
+            self._values.lend(self._center, block, np.asarray(vector))
 
     def _compile(self) -> Callable[..., list[tf.Tensor]]:
-        """Return a function that takes the buckets of the gradient, and returns the blocks of the center.
-
-        Arrays represent the variables then. Single operations, which Python starts, would take ten times as long.
-        """
+        """Return a function that takes the buckets of the gradient, and returns the blocks of the center."""
 
         def step(*gradient: tf.Tensor) -> list[tf.Tensor]:
             for bucket, vector in zip(self._buckets, gradient, strict=True):

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(240)
 
 JOBS = [
     ("mpirun", "torch", 2),
+    ("mpirun", "tensorflow", 2, "uneven_data"),
     thorough(("mpirun", "torch", 3)),
     thorough(("torchrun", "torch", 2)),
     thorough(("mpirun, MPI", "torch", 2)),
@@ -87,11 +88,13 @@ def test_trajectories_are_the_same(ranks: Reports, check_equal: Check) -> None:
 
 
 def test_the_trainings_that_are_compared_differ(ranks: Reports) -> None:
-    """Replicas between exchanges, centers from one to the next, and algorithms, do."""
-    centers = set()
+    """Replicas between exchanges, centers from one to the next, and algorithms, do; loops do not."""
+    centers, (trajectories, *_) = set(), column(ranks, "trajectories")
     for case in CASES:
-        name = next(name for name in ranks[0]["trajectories"] if name.startswith(f"{case}, replicated"))
+        name, *loops = (name for name in trajectories if name.startswith(f"{case}, replicated, "))
         report = column(ranks, "trajectories", name)
+        for other in (loop for loop in loops if "root 1" not in loop and "root 1" not in name):
+            assert trajectories[other]["center"] == pytest.approx(report[0]["center"], rel=1e-5), other
         assert len(set(report[0]["center"])) == 3, case
         assert column(report, "center") == [report[0]["center"]] * len(ranks), case
         assert report[0]["replica"][2] != report[1]["replica"][2], case
@@ -103,7 +106,7 @@ def test_the_trainings_that_are_compared_differ(ranks: Reports) -> None:
 def test_who_holds_what(ranks: Reports) -> None:
     """Elements of the center and of the state of its optimizer."""
     size = len(ranks)
-    for case, report in ranks[0]["trajectories"].items():
+    for case, report in column(ranks, "trajectories")[0].items():
         kind, placement, *_ = case.split(", ")
         replicated = f"{kind}, replicated, {'root 1, ' if 'root 1' in case else ''}{case.split(', ')[-1]}"
         buckets = ranks[0]["trajectories"][replicated]["buckets"]
