@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -63,14 +62,11 @@ class Everywhere:
     """Fixtures of all tests, also of the examples in docstrings, which are not in this folder."""
 
     @pytest.fixture(autouse=True)
-    def numpy_without_horovod(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        """Hide from numpy a Horovod that another test of this process has initialized for a framework."""
-        numpy = sys.modules.get("hvd_periodic.numpy.communicator")
-        if numpy is None:
-            yield
-            return
-        with patch.dict(vars(numpy.FRONT_END), horovod_modules=()):
-            yield
+    def horovod_is_not_left_initialized(self) -> Iterator[None]:
+        """Fail if a test initializes Horovod in this process, where later tests train alone; real ranks have it."""
+        yield
+        modules = (sys.modules.get(f"horovod.{name}") for name in ("torch", "tensorflow"))
+        assert not any(module.is_initialized() for module in modules if module is not None)
 
 
 @pytest.fixture

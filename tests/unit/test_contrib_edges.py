@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,22 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-hvd = pytest.importorskip("horovod.tensorflow")
 tf = pytest.importorskip("tensorflow").compat.v1
 
-from hvd_periodic import read_run_log  # noqa: E402
+from hvd_periodic import LocalCommunicator, read_run_log  # noqa: E402
 from hvd_periodic.cli.run_summary import summarize  # noqa: E402
 from hvd_periodic.journal import base  # noqa: E402
 from hvd_periodic.journal.runs import read_run  # noqa: E402
 from hvd_periodic.tensorflow import contrib_opt  # noqa: E402
-from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(autouse=True)
 def graph() -> Iterator[Any]:
-    hvd.init()
     with tf.Graph().as_default() as graph:
         yield graph
 
@@ -206,16 +202,16 @@ def test_the_center_of_16_bits_has_32(kind: Any) -> None:
     assert (w.dtype.base_dtype, center.dtype) == (kind, max(kind, tf.float32, key=lambda dtype: dtype.size))
 
 
-def test_optimizers_count_from_the_first(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizers_count_from_the_first(caplog: pytest.LogCaptureFixture) -> None:
     """One alone has no number in the log; of two, each has that of its exchanges."""
     caplog.set_level("INFO", logger="hvd_periodic")
-    monkeypatch.setattr("hvd_periodic.comm.job.JobCommunicator._constructed", Counter())
+    job = LocalCommunicator()
     for expected in (["EASGD"], ["Optimizer 2: EASGD", "Optimizer 3: EASGD"]):
         caplog.clear()
         with tf.Graph().as_default(), tf.Session() as session:
             getters = [contrib_opt.ElasticAverageCustomGetter("") for _ in expected]
             ws = [variable(getter, f"w{i}") for i, getter in enumerate(getters)]
-            optimizers = [elastic(getter) for getter in getters]
+            optimizers = [elastic(getter, process_set=job) for getter in getters]
             trains = [o.minimize(tf.reduce_sum(w), var_list=[w]) for o, w in zip(optimizers, ws, strict=True)]
             initialize = [optimizer.get_init_op(0) for optimizer in optimizers]
             session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
@@ -228,13 +224,13 @@ def test_optimizers_count_from_the_first(caplog: pytest.LogCaptureFixture, monke
 def test_two_optimizers_begin_under_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session runs their operations at once: under one name, what one sends would be taken for the other's."""
     used: list[str] = []
-    broadcast = TensorFlowCommunicator.broadcast
+    broadcast = LocalCommunicator.broadcast
 
     def recorded(self: Any, buffer: Any, name: str, root: int) -> Any:
         used.append(name)
         return broadcast(self, buffer, name, root)
 
-    monkeypatch.setattr(TensorFlowCommunicator, "broadcast", recorded)
+    monkeypatch.setattr(LocalCommunicator, "broadcast", recorded)
     begun = []
     for i in range(2):
         getter = contrib_opt.ElasticAverageCustomGetter("")

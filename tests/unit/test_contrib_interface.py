@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-hvd = pytest.importorskip("horovod.tensorflow")
 tf = pytest.importorskip("tensorflow").compat.v1
 
 from hvd_periodic.tensorflow import contrib_opt  # noqa: E402
@@ -49,7 +48,6 @@ METHODS = [
 
 @pytest.fixture(autouse=True)
 def graph() -> Iterator[Any]:
-    hvd.init()
     with tf.Graph().as_default() as graph:
         yield graph
 

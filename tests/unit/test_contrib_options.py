@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-hvd = pytest.importorskip("horovod.tensorflow")
 tf = pytest.importorskip("tensorflow").compat.v1
 
 from hvd_periodic import AGN, BMUF, EASGD, DiLoCo, SlowMo  # noqa: E402
@@ -23,7 +22,6 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True)
 def graph() -> Iterator[Any]:
-    hvd.init()
     with tf.Graph().as_default() as graph:
         yield graph
 

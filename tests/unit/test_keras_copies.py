@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ tf = pytest.importorskip("tensorflow")
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
+from hvd_periodic.tensorflow import rank_binding  # noqa: E402
 from hvd_periodic.tensorflow.rank_binding import RankBinding  # noqa: E402
 from tests.unit.test_keras_optimizer import descend, parameter, wrap  # noqa: E402
 
@@ -113,13 +116,13 @@ def test_a_file_that_needs_to_know_the_ranks(
 
 def test_ranks_that_a_function_returned_are_known_after_horovod_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is saved names them; nobody can be asked any more."""
-    import horovod.tensorflow as hvd
-
-    hvd.init()
-    binding = RankBinding(lambda: range(hvd.size()))
+    initialized = [True]
+    horovod = SimpleNamespace(is_initialized=lambda: initialized[0])
+    monkeypatch.setitem(sys.modules, "horovod.tensorflow", horovod)
+    monkeypatch.setattr(rank_binding, "communicator_of", lambda _: LocalCommunicator())
+    binding = RankBinding(lambda: [0] if horovod.is_initialized() else pytest.fail("asked"))
     assert binding.config()["process_set"] == [0]
-    monkeypatch.setattr(hvd, "is_initialized", lambda: False)
-    monkeypatch.setattr(hvd, "size", lambda: pytest.fail("asked"))
+    initialized[:] = [False]
     assert binding.config()["process_set"] == [0]
 
 

@@ -156,10 +156,8 @@ class Maker:
         return {"w": np.zeros((2, 2)), "b": np.zeros(2)}, self.module.SGD(0.1)
 
     def _in_a_graph(self, cls: str, options: dict[str, Any]) -> Any:
-        import horovod.tensorflow as hvd
         import tensorflow as tf
 
-        hvd.init()
         v1, algorithm = tf.compat.v1, options.pop("algorithm", EASGD())
         asked = cls
         if cls == "PeriodicOptimizer" and isinstance(algorithm, EASGD | AGN):
@@ -237,12 +235,7 @@ def as_elastic(maker: Maker) -> None:
 
 
 def within_a_process_set(maker: Maker) -> None:
-    if maker.front_end == "`contrib_opt`":
-        import horovod.tensorflow as hvd
-
-        maker.make(process_set=hvd.global_process_set)
-    else:
-        maker.make(process_set=OfProcessSet() if maker.mode == "elastic" else LocalCommunicator())
+    maker.make(process_set=OfProcessSet() if maker.mode == "elastic" else LocalCommunicator())
 
 
 def on_two_levels(maker: Maker) -> None:
