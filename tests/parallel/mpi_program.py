@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -182,9 +183,10 @@ def same_bits(folder: Path, front_end: str) -> None:
     from hvd_periodic.comm.selection import VARIABLE as CHOICE
 
     rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{what}"]) for what in ("RANK", "SIZE"))
+    trained = _in_a_session if front_end == "tensorflow.contrib_opt" else partial(_trained, front_end)
     libraries = [requested()] if requested() else list(LIBRARIES)
     if "horovod" in libraries:
-        importlib.import_module("horovod.tensorflow" if front_end == "tensorflow" else "horovod.torch").init()
+        importlib.import_module(f"horovod.{'tensorflow' if 'tensorflow' in front_end else 'torch'}").init()
     if "torch" in libraries:
         import torch.distributed as dist
 
@@ -193,7 +195,7 @@ def same_bits(folder: Path, front_end: str) -> None:
     found = {}
     for library in libraries:
         os.environ[CHOICE] = str(library)
-        found[library] = {name: _trained(front_end, *way, rank) for name, way in _ways().items()}
+        found[library] = {name: trained(*way, rank) for name, way in _ways().items()}
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -221,9 +223,9 @@ def _trained(front_end: str, algorithm: Any, options: dict[str, Any], rank: int)
 
     def digests(optimizer: Any, values: Callable[[], list[np.ndarray]]) -> list[str]:
         optimizer.synchronizer.finalize()
-        found = [hashlib.sha256(b"".join(value.tobytes() for value in values())).hexdigest()]
+        replica = _digest(values())
         with optimizer.synchronizer.center():
-            return [*found, hashlib.sha256(b"".join(value.tobytes() for value in values())).hexdigest()]
+            return [replica, _digest(values())]
 
     if front_end == "numpy":
         arrays = {"w": random.standard_normal((6, 3)).astype(np.float32), "b": np.zeros(3, np.float32)}
@@ -253,6 +255,26 @@ def _trained(front_end: str, algorithm: Any, options: dict[str, Any], rank: int)
     examples = inputs.reshape(-1, 6)
     model.fit(examples, np.zeros((len(examples), 3), np.float32), batch_size=8, epochs=1, verbose=0, shuffle=False)
     return digests(optimizer, model.get_weights)
+
+
+def _in_a_session(algorithm: Any, options: dict[str, Any], rank: int) -> list[str]:
+    """Train two variables in a session; return digests of the replica and of the center, which the root may hold."""
+    from hvd_periodic import AGN, EASGD, Averaging, DiLoCo
+    from tests.parallel.contrib_options_scenarios import Session
+    from tests.parallel.tensorflow_job import hvd
+
+    names = {EASGD: "easgd", AGN: "agn", Averaging: "average", DiLoCo: "diloco"}
+    refused = {("optimizer_state", "average"), ("center", "sharded")}
+    training = Session(names[algorithm], True, 3, **dict(options.items() - refused))
+    for _ in range(12):
+        training.step()
+    training.land()
+    replica, center = training.values()
+    return [_digest([np.array(replica)]), _digest([np.array(hvd.broadcast_object(center))])]
+
+
+def _digest(values: list[np.ndarray]) -> str:
+    return hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
 
 
 if __name__ == "__main__":
