@@ -15,6 +15,7 @@ from hvd_periodic import AGN, BMUF, EASGD, Algorithm, Averaging, Communicator, C
 from hvd_periodic.comm.subset import Subset
 from hvd_periodic.numpy import SGD, NumpyReplica, PeriodicOptimizer
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
+from tests.covering import covering
 from tests.helpers import Array, errors, run_ranks
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
@@ -98,8 +99,7 @@ def test_numbers_of_diloco() -> None:
         assert v == pytest.approx([0.7391475, 1.420331637, 1.420331637, 1.442588048, 1.463099129], abs=1e-8)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "way"), covering(ALGORITHMS, WAYS, together=1))
 def test_the_same_set_right_after_an_exchange_changes_nothing(algorithm: str, way: str) -> None:
     def job(comm: Communicator, adopts: bool) -> list[Any]:
         model = started()
@@ -118,8 +118,10 @@ def test_the_same_set_right_after_an_exchange_changes_nothing(algorithm: str, wa
     assert run_ranks(3, partial(job, adopts=True)) == run_ranks(3, partial(job, adopts=False))
 
 
-@pytest.mark.parametrize("way", ["replicated", "root", "sharded", "overlap", "average", "skip"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("algorithm", "way"),
+    covering(ALGORITHMS, ("replicated", "root", "sharded", "overlap", "average", "skip"), together=1),
+)
 def test_parameters_leave_come_and_stay(algorithm: str, way: str) -> None:
     """What stays trains as if it were alone."""
 

@@ -12,6 +12,7 @@ import pytest
 from hvd_periodic import AGN, BMUF, EASGD, Algorithm, Averaging, Communicator, Compression, DiLoCo, SlowMo
 from hvd_periodic.numpy import SGD, ModelAverageOptimizer, PeriodicOptimizer
 from hvd_periodic.numpy.complex_numbers import as_complex, as_real
+from tests.covering import covering
 from tests.helpers import Array, errors, run_ranks
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
@@ -76,8 +77,7 @@ def descend(model: Model, optimizer: PeriodicOptimizer, rank: int, steps: int) -
     return seen
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "way"), covering(ALGORITHMS, WAYS, together=1))
 def test_pairs_are_exchanged(algorithm: str, way: str) -> None:
     def work(communicator: Communicator, of_complex: bool) -> Any:
         model = as_numbers(pairs()) if of_complex else pairs()

@@ -14,6 +14,7 @@ import pytest
 
 from hvd_periodic import AGN, BMUF, EASGD, Algorithm, Averaging, Communicator, Compression, DiLoCo, SlowMo, read_run_log
 from hvd_periodic.numpy import SGD, ElasticAverageOptimizer, NumpyReplica, PeriodicOptimizer
+from tests.covering import covering
 from tests.helpers import Array, errors, run_ranks
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
@@ -116,10 +117,16 @@ def expected(algorithm: str, bound: float | str | None, of_mean: float | None, w
     return [*seen, [list(c)] * n]
 
 
-@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
-@pytest.mark.parametrize(("bound", "of_mean"), [(0.5, None), ("median", None), (None, 0.25), (0.75, 0.25)])
-@pytest.mark.parametrize("algorithm", ["easgd", "average", "diloco", "slowmo", "agn", "agn, average"])
-def test_agreement_with_whole_vectors(algorithm: str, bound: Any, of_mean: Any, center: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "bounds", "center"),
+    covering(
+        ("easgd", "average", "diloco", "slowmo", "agn", "agn, average"),
+        ((0.5, None), ("median", None), (None, 0.25), (0.75, 0.25)),
+        ("replicated", "root", "sharded"),
+    ),
+)
+def test_agreement_with_whole_vectors(algorithm: str, bounds: tuple[Any, Any], center: str) -> None:
+    bound, of_mean = bounds
     options = {"max_message_norm": bound, "max_mean_norm": None if algorithm == "easgd" else of_mean}
     found = run_ranks(RANKS, lambda c: trained(c, algorithm, center=center, **options))
     wanted = expected(algorithm, bound, of_mean, [1.0] * RANKS)
@@ -139,8 +146,7 @@ def test_weights_come_after_the_first_bound_and_before_the_second() -> None:
         np.testing.assert_allclose(seen, [each[rank] for each in wanted], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "way"), covering(ALGORITHMS, WAYS, together=1))
 def test_bounds_that_nothing_reaches_change_nothing(algorithm: str, way: str) -> None:
     """To the bit."""
     mean = {} if algorithm == "easgd" else {"max_mean_norm": 1e6}

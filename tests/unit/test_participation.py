@@ -22,6 +22,7 @@ from hvd_periodic import (
     SlowMo,
 )
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
+from tests.covering import covering
 from tests.helpers import Array, errors, run_ranks
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
@@ -79,8 +80,7 @@ def trained(model: Model, optimizer: PeriodicOptimizer, rank: int, steps: int = 
     return seen
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "way"), covering(ALGORITHMS, WAYS, together=1))
 def test_the_rest_is_exchanged_as_if_it_were_alone(algorithm: str, way: str) -> None:
     """To the bit; local parameters descend by themselves, and those of the root replace the others' every period."""
 

@@ -18,24 +18,27 @@ from hvd_periodic import (
 )
 from hvd_periodic.comm.subset import Subset
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
+from tests.covering import covering
 from tests.helpers import errors, read_center, readable, run_ranks
 from tests.unit.test_presence import RANKS, START, STEPS, Model, gradients_of, made, started
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"center": "root"},
-        {"center": "sharded"},
-        {"overlap": 1},
-        {"fragments": 2},
-        {"compression": Compression.int8},
-    ],
+    ("at", "algorithm", "options"),
+    covering(
+        (3, 4, 11),
+        ("diloco", "easgd", "agn average"),
+        (
+            {},
+            {"center": "root"},
+            {"center": "sharded"},
+            {"overlap": 1},
+            {"fragments": 2},
+            {"compression": Compression.int8},
+        ),
+    ),
     ids=readable,
 )
-@pytest.mark.parametrize("algorithm", ["diloco", "easgd", "agn average"])
-@pytest.mark.parametrize("at", [3, 4, 11])
 def test_training_resumes_to_the_bit(at: int, algorithm: str, options: dict[str, Any]) -> None:
     """Also in the middle of a period: who has had gradients since the last exchange is saved."""
     dtype = "f4" if "compression" in options else "f8"

@@ -15,6 +15,7 @@ from hvd_periodic import AGN, BMUF, EASGD, Algorithm, Averaging, Communicator, C
 from hvd_periodic.comm.subset import Subset
 from hvd_periodic.numpy import SGD, NumpyReplica, PeriodicOptimizer
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Layout, TensorSpec
+from tests.covering import covering
 from tests.helpers import Array, errors, run_ranks
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
@@ -78,9 +79,7 @@ def trained(model: Model, optimizer: PeriodicOptimizer, rank: int, steps: range 
     return seen
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "way", "ranks"), covering(ALGORITHMS, WAYS, (2, 3), together=1))
 def test_the_dense_exchange_to_the_bit(algorithm: str, way: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters after every step, and the center, with other rows touched on every rank in every period."""
     cut = partial(NumpyReplica, bucket_bytes=BUCKET_BYTES.get(way, DEFAULT_BUCKET_BYTES))
