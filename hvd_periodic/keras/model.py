@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -72,6 +73,11 @@ class NamedVariables:
     present: Sequence[str] = ()
     formerly: Sequence[bool] = ()
 
+    def names(self) -> dict[int, str]:
+        """Return the names of all variables here, by their ``id``."""
+        roles = (self.parameters, self.averaged, self.counted, self.followed, self.constants, self.following)
+        return {id(variable): name for role in roles for name, variable in role}
+
 
 def described(value: object) -> str:
     """Return the type name of an invalid argument; for an object of Keras 2, with advice."""
@@ -108,6 +114,7 @@ def named_variables(
     buffers: Policies,
     parameters: Policies = None,
     native: Native = lambda variable: variable,
+    former: Mapping[int, str] = MappingProxyType({}),
 ) -> NamedVariables:
     """Return variables by role.
 
@@ -120,11 +127,16 @@ def named_variables(
             mark them as statistics, and the maximum of integers.
         parameters: policies of the trained variables, see :class:`~hvd_periodic.options.Options`.
         native: returns the variable behind one of Keras, which takes its place in the result.
+        former: names by which the variables behind some of them, given by ``id``, are known already.
 
     Raises:
         ValueError: a parameter is given twice; or a pattern matches no weight.
     """
-    names: set[str] = set()
+    names = set(former.values())
+
+    def name_of(variable: Any) -> str:
+        return former.get(id(native(variable))) or _unique(variable, names)
+
     held = {id(native(variable)) for variable in trained}
     if len(held) < len(trained):
         raise ValueError(
@@ -133,7 +145,7 @@ def named_variables(
     deriving = [] if model is None else _deriving(model)
     known = set() if model is None else {id(native(variable)) for variable in _statistics(model, deriving)}
     others = [weight for weight in ([] if model is None else model.weights) if id(native(weight)) not in held]
-    weights = [(_unique(weight, names), weight) for weight in others if _is_number(weight)]
+    weights = [(name_of(weight), weight) for weight in others if _is_number(weight)]
     BUFFERS.check_patterns(buffers, [name for name, _ in weights])
     roles: dict[str, list[tuple[str, Any]]] = {policy: [] for policy in POLICIES}
     frozen, unasked, formerly = [], [], []
@@ -147,7 +159,7 @@ def named_variables(
             unasked.append((name, variable))
         if buffers is None and statistic and _has_mean(weight):
             formerly.append(policy == AVERAGE)
-    named = [(_unique(variable, names), native(variable)) for variable in trained]
+    named = [(name_of(variable), native(variable)) for variable in trained]
     participation = participation_of(parameters, [(name, v) for (name, _), v in zip(named, trained, strict=True)])
     if ROWS in participation.values():
         raise ValueError(

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.schedules.base import Schedule
+from hvd_periodic.sync.adoption import Successor
 from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.sync.synchronizer import Exchangers, ReplicaSynchronizer
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, as_elastic_jobs_heed
@@ -85,6 +86,19 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         """Return counters in variables."""
         present = self.replica.present
         return VariableProgress(self._new_variable, schedule, self._rate, self._values, self._lands, present)
+
+    def construct(self, replica: Any, **arguments: Any) -> None:
+        """Construct this object again, for another replica, with other variables."""
+        read = self.read_by_callback
+        options = {"learning_rate": self._rate, "exchangers": self.exchangers, **arguments}
+        VariableSynchronizer.__init__(self, self._new_variable, replica, **options)
+        self.read_by_callback = read
+
+    def adopt(self, successor: Callable[[], Successor[Any]]) -> None:
+        """Go on with another set of variables, as in the core; steps compiled before raise an error from now on."""
+        former = self.center_reader
+        super().adopt(successor)
+        former.retire()
 
     def join(self, communicator: Communicator, root: int, name: str) -> None:
         """Join these ranks in place of the previous ones, under this prefix of names; does not communicate."""

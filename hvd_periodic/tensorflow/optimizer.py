@@ -13,6 +13,7 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import spelled
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
+from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.config import decode, encode
 from hvd_periodic.tensorflow.fit_end import FitEnd, average_among
@@ -91,12 +92,17 @@ class PeriodicOptimizer(ForwardedSettings):
         self.inner_optimizer = spec.optimizer
         show_inside(spec.optimizer)
         if self._center is not None:
-            self._center.track(self, "center_optimizer")
+            self.follow_center(self._center)
         self.stage = Stage.UNBUILT
         if model is not None:
             self.attach(model)
             if model.built and model.trainable_variables:
                 self.build(model.trainable_variables)
+
+    def follow_center(self, center: CenterOptimizer) -> None:
+        """Pass settings on to the center's optimizer, and save it; for internal use."""
+        self._center = center
+        center.track(self, "center_optimizer")
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -251,13 +257,56 @@ class PeriodicOptimizer(ForwardedSettings):
             return
         replaced = self._lifecycle.open(variables)
         self.synchronizer.center_reader.require_outside_center_block("step")
-        self._check_variables_are_known(variables)
+        self._require_known(variables)
         if replaced:
             self._count_skipped()
             return
         gradients, updated = self._lifecycle.prepare(gradients, variables)
         self.inner_optimizer.apply(gradients, variables)
         self.synchronizer.step(updated)
+
+    def _require_known(self, variables: Sequence[Any]) -> None:
+        """Raise a ValueError for a variable on which the optimizer was not built."""
+        known = set(map(id, self._trainable_variables))
+        unknown = next((variable for variable in variables if id(variable) not in known), None)
+        if unknown is not None:
+            raise ValueError(
+                f"Unknown variable {getattr(unknown, 'path', unknown.name)!r}: the optimizer was built on others. "
+                "Where the trained variables have changed, call adopt() on all ranks"
+            )
+
+    def adopt(self, variables: Sequence[Any] | None = None) -> None:
+        """Go on after variables were thawed, frozen, added or removed; on all ranks, after the same local step.
+
+        First all ranks exchange the former set, unless they have just done so. Then, with x the variables and c the
+        center:
+
+        - a variable stays if name, shape, dtype and policy do: x, c, outer state, accumulators and error memory are
+          kept to the bit, and so is the wrapped optimizer's state;
+        - one that leaves takes x ← c on all ranks (BMUF: W), and is a constant from then on;
+        - one that comes takes x ← x_root and c ← x_root, with outer state, accumulators and error memory of zeros, and
+          the wrapped optimizer's state of a new optimizer; its moving average starts from it.
+
+        Counters go on; the next exchange is a period from here. Compile the model again, with the same optimizer, or
+        make the ``tf.function`` again: steps that were compiled before raise an error.
+
+        Args:
+            variables: the variables that are trained now. Default: the trainable variables of the model that was given
+                at construction.
+
+        Raises:
+            RuntimeError: the optimizer is not built; called inside ``center()``; this kind of training cannot adopt; or
+                other ranks are in another call.
+            TypeError, ValueError: the new set is refused, or differs between ranks. On all ranks; nothing has changed.
+
+        Example::
+
+            backbone.trainable = True
+            model.compile(optimizer, loss)
+            optimizer.adopt()
+        """
+        with spelled(self._spelling):
+            self._lifecycle.adopt(variables)
 
     def skip(self) -> None:
         """Count an iteration without an update, instead of applying gradients, in an eager loop.
