@@ -11,8 +11,10 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import spelled
+from hvd_periodic.frames import running_with
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
+from hvd_periodic.sync.handshake import EXAMPLES
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.config import decode, encode
@@ -230,7 +232,9 @@ class PeriodicOptimizer(ForwardedSettings):
             self._lifecycle.start()
 
     @tf.autograph.experimental.do_not_convert
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+    def apply(
+        self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None, examples: Any = None
+    ) -> None:
         """Take one local step, and exchange if one is due.
 
         If a ``LossScaleOptimizer`` inside skips the update on this rank only, the iteration still counts.
@@ -238,6 +242,9 @@ class PeriodicOptimizer(ForwardedSettings):
         Args:
             grads: gradients, as tensors or ``tf.IndexedSlices``; None for no gradient.
             trainable_variables: the variables of the gradients. Default: the variables that the optimizer was built on.
+            examples: number of examples of the gradients, or tokens, for ``weight="examples"``, also of optimizers
+                inside; a number or a scalar. Default: the size of the batch of ``train_step(data)``, in ``fit`` and
+                ``train_on_batch``.
 
         Raises:
             RuntimeError: called inside ``center()``; or an error of an exchange, in a ``tf.function`` as a
@@ -262,8 +269,19 @@ class PeriodicOptimizer(ForwardedSettings):
             self._count_skipped()
             return
         gradients, updated = self._lifecycle.prepare(gradients, variables)
-        self.inner_optimizer.apply(gradients, variables)
-        self.synchronizer.step(updated)
+        examples = self._examples() if examples is None else examples
+        more = {"examples": examples} if isinstance(self.inner_optimizer, PeriodicOptimizer) else {}
+        self.inner_optimizer.apply(gradients, variables, **more)
+        self.synchronizer.step(updated, examples)
+
+    def _examples(self) -> Any:
+        """Return the size of the batch in the ``train_step(data)`` that runs; None if none does, or nothing counts."""
+        if not any(level.synchronizer.handshake.weight.given == EXAMPLES for level in levels_of(self)):
+            return None
+        steps = running_with("train_step")
+        data = next((data for model, data in steps if getattr(model, "optimizer", None) is self), None)
+        batch = next(iter(tf.nest.flatten(data)), None)
+        return None if batch is None else tf.shape(batch)[0]
 
     def _require_known(self, variables: Sequence[Any]) -> None:
         """Raise a ValueError for a variable on which the optimizer was not built."""
@@ -327,9 +345,10 @@ class PeriodicOptimizer(ForwardedSettings):
             self.inner_optimizer.skip()
         self.synchronizer.step(updated=False)
 
-    def apply_gradients(self, grads_and_vars: Any) -> Any:
-        """Take one local step on (gradient, variable) pairs; return the iterations of the wrapped optimizer."""
-        super().apply_gradients(grads_and_vars)
+    def apply_gradients(self, grads_and_vars: Any, examples: Any = None) -> Any:
+        """Take one local step on (gradient, variable) pairs, see :meth:`apply`; return the local iterations."""
+        gradients, variables = zip(*grads_and_vars, strict=True)
+        self.apply(gradients, variables, examples)
         return self.iterations
 
     def get_config(self) -> dict[str, Any]:
