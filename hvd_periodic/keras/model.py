@@ -53,6 +53,7 @@ class NamedVariables:
             are parameters.
         keeps_own: whether some trained variables are not exchanged.
         present: names of the parameters to which only ranks with gradients of them contribute.
+        tables: names of the parameters of which only touched rows travel.
         formerly: for every variable that version 0.1 averaged, whether it is in ``averaged``; empty if the user has
             chosen policies.
     """
@@ -71,6 +72,7 @@ class NamedVariables:
     positions: Sequence[int] | None = None
     keeps_own: bool = False
     present: Sequence[str] = ()
+    tables: Sequence[str] = ()
     formerly: Sequence[bool] = ()
 
     def names(self) -> dict[int, str]:
@@ -161,11 +163,6 @@ def named_variables(
             formerly.append(policy == AVERAGE)
     named = [(name_of(variable), native(variable)) for variable in trained]
     participation = participation_of(parameters, [(name, v) for (name, _), v in zip(named, trained, strict=True)])
-    if ROWS in participation.values():
-        raise ValueError(
-            "`parameters` can be 'rows' in PyTorch and numpy: pass 'average' in Keras. Received: "
-            f"{', '.join(name for name, policy in participation.items() if policy == ROWS)}"
-        )
     positions = [i for i, (name, _) in enumerate(named) if participation[name] in EXCHANGED]
     return NamedVariables(
         [named[i] for i in positions],
@@ -182,6 +179,7 @@ def named_variables(
         positions=positions if len(positions) < len(named) else None,
         keeps_own=LOCAL in participation.values(),
         present=[name for name, v in named if participation[name] == PRESENT and math.prod(v.shape)],
+        tables=[name for name, _ in named if participation[name] == ROWS],
         formerly=formerly,
     )
 
