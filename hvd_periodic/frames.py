@@ -28,6 +28,18 @@ def running_methods() -> Iterator[tuple[object, str, str]]:
         yield frame.f_locals.get("self"), frame.f_code.co_name, frame.f_globals.get("__name__", "")
 
 
+def running_with(name: str) -> Iterator[tuple[object, object]]:
+    """Yield object and first argument of the running methods of this name, innermost first.
+
+    Keras does not tell an optimizer how many examples there are in a batch; ``train_step(data)`` has them.
+    Test: ``test_keras_weights_by_work.py::test_fit_reports_its_batches``.
+    """
+    for frame, _ in walk_stack(sys._getframe()):
+        code = frame.f_code
+        if code.co_name == name and code.co_argcount > 1:
+            yield frame.f_locals.get(code.co_varnames[0]), frame.f_locals.get(code.co_varnames[1])
+
+
 def calling_module(between: tuple[str, ...]) -> str:
     """Return the module that called the innermost of the modules whose names have these prefixes.
 

@@ -52,7 +52,8 @@ class ExchangeOptions(TypedDict, total=False):
         weight: how much this rank counts in the mean over ranks, such as the number of its examples: a number of at
             least 0; a function that is called once per exchange and returns a number; ``"steps"``, the local updates
             that ran since this rank last took part in an exchange; ``"examples"``, the sum of what ``step(...,
-            examples=...)`` was given since then, in any unit, such as tokens; None: all ranks count equally.
+            examples=...)`` was given since then, in any unit, such as tokens (Keras: ``apply_gradients(...,
+            examples=...)``; ``fit`` gives the size of the batch); None: all ranks count equally.
             Σ_i w_i x_i / Σ_i w_i replaces the mean, also for statistics and optimizer state. The steps of a rank of
             weight 0 do not count; a rank that is in ``finalize()`` and has taken no step since the last exchange does
             not count either. For averaging and outer optimizers. Synchronous training only.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -52,6 +53,7 @@ class NamedVariables:
             are parameters.
         keeps_own: whether some trained variables are not exchanged.
         present: names of the parameters to which only ranks with gradients of them contribute.
+        tables: names of the parameters of which only touched rows travel.
         formerly: for every variable that version 0.1 averaged, whether it is in ``averaged``; empty if the user has
             chosen policies.
     """
@@ -70,7 +72,13 @@ class NamedVariables:
     positions: Sequence[int] | None = None
     keeps_own: bool = False
     present: Sequence[str] = ()
+    tables: Sequence[str] = ()
     formerly: Sequence[bool] = ()
+
+    def names(self) -> dict[int, str]:
+        """Return the names of all variables here, by their ``id``."""
+        roles = (self.parameters, self.averaged, self.counted, self.followed, self.constants, self.following)
+        return {id(variable): name for role in roles for name, variable in role}
 
 
 def described(value: object) -> str:
@@ -108,6 +116,7 @@ def named_variables(
     buffers: Policies,
     parameters: Policies = None,
     native: Native = lambda variable: variable,
+    former: Mapping[int, str] = MappingProxyType({}),
 ) -> NamedVariables:
     """Return variables by role.
 
@@ -120,11 +129,16 @@ def named_variables(
             mark them as statistics, and the maximum of integers.
         parameters: policies of the trained variables, see :class:`~hvd_periodic.options.Options`.
         native: returns the variable behind one of Keras, which takes its place in the result.
+        former: names by which the variables behind some of them, given by ``id``, are known already.
 
     Raises:
         ValueError: a parameter is given twice; or a pattern matches no weight.
     """
-    names: set[str] = set()
+    names = set(former.values())
+
+    def name_of(variable: Any) -> str:
+        return former.get(id(native(variable))) or _unique(variable, names)
+
     held = {id(native(variable)) for variable in trained}
     if len(held) < len(trained):
         raise ValueError(
@@ -133,7 +147,7 @@ def named_variables(
     deriving = [] if model is None else _deriving(model)
     known = set() if model is None else {id(native(variable)) for variable in _statistics(model, deriving)}
     others = [weight for weight in ([] if model is None else model.weights) if id(native(weight)) not in held]
-    weights = [(_unique(weight, names), weight) for weight in others if _is_number(weight)]
+    weights = [(name_of(weight), weight) for weight in others if _is_number(weight)]
     BUFFERS.check_patterns(buffers, [name for name, _ in weights])
     roles: dict[str, list[tuple[str, Any]]] = {policy: [] for policy in POLICIES}
     frozen, unasked, formerly = [], [], []
@@ -147,13 +161,8 @@ def named_variables(
             unasked.append((name, variable))
         if buffers is None and statistic and _has_mean(weight):
             formerly.append(policy == AVERAGE)
-    named = [(_unique(variable, names), native(variable)) for variable in trained]
+    named = [(name_of(variable), native(variable)) for variable in trained]
     participation = participation_of(parameters, [(name, v) for (name, _), v in zip(named, trained, strict=True)])
-    if ROWS in participation.values():
-        raise ValueError(
-            "`parameters` can be 'rows' in PyTorch and numpy: pass 'average' in Keras. Received: "
-            f"{', '.join(name for name, policy in participation.items() if policy == ROWS)}"
-        )
     positions = [i for i, (name, _) in enumerate(named) if participation[name] in EXCHANGED]
     return NamedVariables(
         [named[i] for i in positions],
@@ -170,6 +179,7 @@ def named_variables(
         positions=positions if len(positions) < len(named) else None,
         keeps_own=LOCAL in participation.values(),
         present=[name for name, v in named if participation[name] == PRESENT and math.prod(v.shape)],
+        tables=[name for name, _ in named if participation[name] == ROWS],
         formerly=formerly,
     )
 

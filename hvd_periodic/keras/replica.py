@@ -65,7 +65,7 @@ class NamedReplica(Replica[Any]):
         self.named, self.bucket_bytes = named, bucket_bytes
         self.positions: Sequence[int] = range(len(named.parameters)) if named.positions is None else named.positions
         self.trained = named.trained or len(named.parameters)
-        self.keeps_own, self.present = named.keeps_own, named.present
+        self.keeps_own, self.present, self.tables = named.keeps_own, named.present, named.tables
 
     def make_stores(self) -> None:
         """Make the stores of all roles."""
@@ -107,9 +107,10 @@ class NamedReplica(Replica[Any]):
                 facts[f"{role} {i}"] = f"{last} {self.dtype_of(variable)}{shape}"
         if self.named.positions is not None:  # Names cannot tell which variables are whose.
             facts["places of parameters among the trained variables"] = list(self.named.positions)
-        if self.present:
-            names = [name for name, _ in self.named.parameters]
-            facts["places of parameters of those present"] = [names.index(name) for name in self.present]
+        names = [name for name, _ in self.named.parameters]
+        for kind, some in (("of those present", self.present), ("of which rows travel", self.tables)):
+            if some:
+                facts[f"places of parameters {kind}"] = [names.index(name) for name in some]
         return facts
 
     def changes(self) -> str | None:

@@ -158,7 +158,7 @@ class ArrayStates(Form):
         }
         return example | lists
 
-    def begun(self, fresh: Any, former: Any, of: Sequence[Stretch]) -> Any:
+    def begun(self, fresh: Any, stretches: Sequence[Stretch], former: Any, of: Sequence[Stretch]) -> Any:
         """Return the attributes of the former optimizer, with empty lists in place of those of its arrays."""
         return former | {key: [] for key in self._lists(former, of)}
 

@@ -38,11 +38,12 @@ class Form(ABC):
             of: the stretches of that optimizer.
         """
 
-    def begun(self, fresh: Any, former: Any, of: Sequence[Stretch]) -> Any:
+    def begun(self, fresh: Any, stretches: Sequence[Stretch], former: Any, of: Sequence[Stretch]) -> Any:
         """Return the state of a new optimizer over other parameters, with what belongs to none from a former one.
 
         Args:
             fresh: the state of the new optimizer.
+            stretches: the stretches of the new one.
             former: the state of the former one.
             of: the stretches of the former one.
         """
@@ -104,7 +105,7 @@ def carried(saved: Any, then: Division, fresh: Any, now: Division, rank: int, st
             for part in stretches
             if stays.get(part[0]) in whole
         }
-        parts.append(now.form.state(kept, stretches, then.form.begun(new, former, of), stretches))
+        parts.append(now.form.state(kept, stretches, then.form.begun(new, stretches, former, of), stretches))
     return parts[0] if now.fragments is None else {"fragments": parts}
 
 

@@ -21,7 +21,8 @@ def check_weight(weight: Weight, algorithm: Algorithm, replica: Replica[Any], fr
         )
     if weight.by_work and not replica.reports_work:
         raise ValueError(
-            f"`weight={weight.given!r}` is for PyTorch and numpy: pass a number or a function that returns one"
+            f"`weight={weight.given!r}` is for the optimizers of PyTorch, Keras (TensorFlow) and numpy: pass a number "
+            "or a function that returns one"
         )
     if weight.by_work and fragments > 1:
         raise ValueError(

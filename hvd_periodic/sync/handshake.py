@@ -87,7 +87,7 @@ class Weight:
         if self.given != EXAMPLES:
             return self.given() if callable(self.given) else self.given
         if own.updates and not own.notes.reports:
-            raise ValueError(f"no examples were reported in {own.updates} local updates: pass step(..., examples=...)")
+            raise ValueError(f"no examples were reported in {own.updates} local updates: pass `examples` with each")
         return own.notes.examples
 
 

@@ -177,7 +177,7 @@ def warn_of_former(synchronizer: Any) -> None:
             synchronizer.membership.log.warning(
                 "A new optimizer takes over parameters of one that has taken %d local steps since its last exchange, "
                 "at step %d: all ranks start from the root's parameters, and what other ranks learned in these steps "
-                "is lost. Call finalize() of the former optimizer first, or its adopt() in PyTorch and numpy",
+                "is lost. Call finalize() of the former optimizer first, or its adopt()",
                 counters.local_steps - counters.last_exchange,
                 counters.last_exchange,
             )

@@ -73,11 +73,16 @@ class CenterOptimizer:
 
     def clone(self) -> CenterOptimizer:
         """Return a clone without a center, which takes the learning rate of this one before every step."""
-        self.others.append(CenterOptimizer(self._local, None if self.copied else unused(self.optimizer)))
-        self.others[-1]._given_rate = self.given_rate
+        self.others.append(self.successor())
         if self._owner is not None:
             self.others[-1].track(self._owner, f"{self._name}_{len(self.others) - 1}")
         return self.others[-1]
+
+    def successor(self) -> CenterOptimizer:
+        """Return one without a center and an owner, which takes the learning rate of this one before every step."""
+        made = CenterOptimizer(self._local, None if self.copied else unused(self.optimizer))
+        made._given_rate = self.given_rate
+        return made
 
     def track(self, owner: Any, name: str) -> None:
         """Register the center's optimizer with TensorFlow as a part of ``owner``, under a name."""

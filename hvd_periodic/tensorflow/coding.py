@@ -99,6 +99,18 @@ class GraphCoding(Coding[Any]):
         """Return the elements at these indices."""
         return tf.gather(x, places)
 
+    def nonzero_rows(self, x: Any) -> np.ndarray[Any, Any]:
+        """Return for every row, in host memory, whether any element is not 0; outside graphs."""
+        return np.asarray(tf.reduce_any(tf.not_equal(x, tf.zeros([], x.dtype)), axis=1))
+
+    def take_rows(self, x: Any, places: np.ndarray[Any, Any]) -> Any:
+        """Return the rows at these indices."""
+        return tf.gather(x, places)
+
+    def put_rows(self, x: Any, places: np.ndarray[Any, Any], rows: Any) -> Any:
+        """Return ``x`` with other rows at these indices."""
+        return tf.tensor_scatter_nd_update(x, places[:, None], rows)
+
     def scattered(self, values: Any, places: Any, size: int) -> Any:
         """Return a vector of zeros with the values at the given indices."""
         return tf.scatter_nd(places[:, None], values, [size])
@@ -117,6 +129,10 @@ class ArrayCoding(Coding[np.ndarray]):
     def is_finite_or(self, x: Any, other: Any) -> bool:
         """Return whether every element is finite or equal to that of ``other``."""
         return not x.dtype.is_floating or super().is_finite_or(self._array(x), self._array(other))
+
+    def put_rows(self, x: Any, places: np.ndarray[Any, Any], rows: Any) -> np.ndarray:
+        """Return ``x`` with other rows at these indices; overwrites ``x``, unless it is the memory of a variable."""
+        return super().put_rows(x if x.flags.writeable else x.copy(), places, rows)
 
     def _array(self, variable: Any) -> np.ndarray:
         array = self._values.read(variable)

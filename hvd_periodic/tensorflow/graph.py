@@ -12,6 +12,8 @@ import tensorflow as tf
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.schedules.base import Schedule
+from hvd_periodic.sync.adoption import Successor
+from hvd_periodic.sync.handshake import Weight
 from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.sync.synchronizer import Exchangers, ReplicaSynchronizer
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, as_elastic_jobs_heed
@@ -65,6 +67,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     ) -> None:
         self.exchangers = exchangers
         self._new_variable, self._rate, self._lands = new_variable, learning_rate, options.get("overlap", 0) != 0
+        self._weighs_work = Weight(options.get("weight")).by_work
         self._values = replica.values
         super().__init__(replica, *arguments, **options)
         self.read_by_callback: list[tf.Variable] = []
@@ -83,8 +86,21 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     def new_progress(self, schedule: Schedule) -> VariableProgress:
         """Return counters in variables."""
-        present = self.replica.present
-        return VariableProgress(self._new_variable, schedule, self._rate, self._values, self._lands, present)
+        of_replica = self._values, self._lands, self.replica.present
+        return VariableProgress(self._new_variable, schedule, self._rate, *of_replica, self._weighs_work)
+
+    def construct(self, replica: Any, **arguments: Any) -> None:
+        """Construct this object again, for another replica, with other variables."""
+        read = self.read_by_callback
+        options = {"learning_rate": self._rate, "exchangers": self.exchangers, **arguments}
+        VariableSynchronizer.__init__(self, self._new_variable, replica, **options)
+        self.read_by_callback = read
+
+    def adopt(self, successor: Callable[[], Successor[Any]]) -> None:
+        """Go on with another set of variables, as in the core; steps compiled before raise an error from now on."""
+        former = self.center_reader
+        super().adopt(successor)
+        former.retire()
 
     def join(self, communicator: Communicator, root: int, name: str) -> None:
         """Join these ranks in place of the previous ones, under this prefix of names; does not communicate."""
@@ -209,22 +225,25 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         return prepared
 
     @tf.autograph.experimental.do_not_convert
-    def step(self, updated: Any = True) -> Any:
+    def step(self, updated: Any = True, examples: Any = None) -> Any:
         """Count one iteration and exchange if one is due; call it after every iteration, on all ranks.
 
         Args:
             updated: whether the local update ran; a bool or a boolean scalar.
+            examples: the number of examples of the update, or tokens, for ``weight="examples"``; a number or a scalar.
+                Ignored without update.
 
         Returns:
             Whether an exchange took place: a bool; in a graph, a boolean scalar.
 
         Raises:
             RuntimeError: as in the core; in a graph, a ``tf.errors.OpError`` that cites it.
-            ValueError: XLA compilation.
+            TypeError, ValueError: ``examples`` is not a number of at least 0, which in a graph is an error at the next
+                exchange; or XLA compilation.
         """
         if tf.executing_eagerly():
             self.membership.require_same_ranks()
-            exchanged = super().step(updated)
+            exchanged = super().step(updated, examples)
             if exchanged and self.after_exchange is not None:
                 self.after_exchange()
             return exchanged
@@ -232,6 +251,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.center_reader.require_outside_center_block("step")
         self.gradients.check(updated is not False)
         self.begin()  # The step being compiled has not run yet.
+        if examples is not None:
+            self.progress.work(examples, updated)
         due = self.count(updated)
         restart, run = self._in_python(self.restart_center), self._in_python(self._exchange_or_land)
         # One call: each operation of a branch that is not taken would cost time.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -13,17 +15,20 @@ import tensorflow as tf
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.keras.model import check_policy
 from hvd_periodic.options import of_exchange
+from hvd_periodic.sync.adoption import Successor
 from hvd_periodic.sync.startup import CallPoint
+from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.gradients import GradientPreparation
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.host import outside
 from hvd_periodic.tensorflow.model import named_variables, native, with_rest_of
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
-from hvd_periodic.tensorflow.private import list_variables
+from hvd_periodic.tensorflow.private import build_again, know, list_variables
 from hvd_periodic.tensorflow.progress import ADDED
 from hvd_periodic.tensorflow.rank_binding import RankBinding
 from hvd_periodic.tensorflow.replica import VariableReplica
+from hvd_periodic.tensorflow.resharding import SlotValues
 from hvd_periodic.tensorflow.saved import SUMS_OF, SavedExchanges, depends_on_wire
 from hvd_periodic.tensorflow.settings import innermost
 from hvd_periodic.tensorflow.spec import OptimizerSpec
@@ -122,15 +127,12 @@ class ExchangeLifecycle:
             return
         spec, options, binding = self.spec, self.spec.options, self.binding
         trained = self.optimizer._trainable_variables
-        named = named_variables(trained, self.model(), options["buffers"], options["parameters"])
-        replica = VariableReplica(named, self._new_variable, forget_variable=self.saved.variables.pop)
+        replica = self._replica(trained)
         ranks, root = binding.communicator, 0
         sums = as_wire(options["compression"]).forms_sums(ranks, False)
         if spec.asynchronous or options["center"] != "replicated" or sums:
             ranks = binding.ranks_of_file()  # This rank's part of the center or sums has to be known.
             root = ranks.rank_of(options["root_rank"])
-        center, values, local = spec.center, replica.values, innermost(spec.optimizer)
-        moving = None if center is None else VariableOuterOptimizer(center, named.parameters, values)
         self._synchronizer = synchronizer = _OptimizerSynchronizer(
             self,
             self._new_variable,
@@ -141,28 +143,92 @@ class ExchangeLifecycle:
             root,
             binding.name,
             asynchronous=spec.asynchronous,
-            outer=moving,
-            rates=KerasLearningRate(local),
-            local_optimizer=KerasOptimizerState(local, replica),
             learning_rate=lambda: native(getattr(spec.optimizer, "learning_rate", None)),
+            **self._of_replica(replica, spec.center),
             **of_exchange(options),
         )
         self.optimizer.stage = Stage.CREATED
+        local = innermost(spec.optimizer)
         self.prepare = GradientPreparation(local, binding.average, synchronizer, self.optimizer._get_variable_index)
-        self.saved.formerly = named.formerly
+        self.saved.formerly = replica.named.formerly
         saved = synchronizer.checkpoint.saved_center = self.saved.center(synchronizer.tensor_groups)
         if saved is not None:
             synchronizer.exchanger.has_loaded(saved)
         self._name_center_optimizer()
         if synchronizer.tensor_groups.parameters.error_feedback.second_hop_residual is not None:
             self._new_variable(SUMS_OF, (2,), tf.int64, np.array(synchronizer.place))
-        varying = {name for name in self.saved.variables if depends_on_wire(name)}
-        self.saved.later = varying | set(synchronizer.progress.note_variables) | ADDED
+        self._note_later()
         try:
             self.saved.settle(synchronizer)
         except ValueError as error:
             self._misfit = str(error)
             raise
+
+    def _replica(self, trained: Sequence[Any], former: Mapping[int, str] = MappingProxyType({})) -> VariableReplica:
+        """Return the replica of trained variables, given names that some have already."""
+        options = self.spec.options
+        named = named_variables(trained, self.model(), options["buffers"], options["parameters"], former)
+        return VariableReplica(named, self._new_variable, forget_variable=self.saved.variables.pop)
+
+    def _of_replica(self, replica: VariableReplica, center: CenterOptimizer | None) -> dict[str, Any]:
+        """Return the arguments of the synchronizer that depend on the replica."""
+        local, parameters = innermost(self.spec.optimizer), replica.named.parameters
+        return {
+            "outer": None if center is None else VariableOuterOptimizer(center, parameters, replica.values),
+            "rates": KerasLearningRate(local),
+            "local_optimizer": KerasOptimizerState(local, replica),
+        }
+
+    def _note_later(self) -> None:
+        """List the variables that files of earlier versions lack."""
+        varying = {name for name in self.saved.variables if depends_on_wire(name)}
+        self.saved.later = varying | set(self._synchronizer.progress.note_variables) | ADDED
+
+    def adopt(self, variables: Sequence[Any] | None) -> None:
+        """Go on with other trained variables, see ``PeriodicOptimizer.adopt``."""
+        optimizer, local, synchronizer = self.optimizer, innermost(self.spec.optimizer), self.synchronizer
+        refused = {
+            "for several levels of optimizers": local is not self.spec.optimizer,
+            "for an optimizer that consists of several": hasattr(optimizer.plain_optimizer, "optimizers"),
+            "where gradients are averaged": self.binding.average is not None,
+        }
+        asked = next((what for what, here in refused.items() if here), None)
+        if asked is not None:
+            raise RuntimeError(f"adopt() is not available {asked}: finalize(), then make a new optimizer")
+        if variables is None and self.model() is None:
+            raise ValueError(
+                "adopt() needs the variables, as the optimizer was not made with a model: adopt(trainable_variables)"
+            )
+        with outside():
+            self.open(optimizer._trainable_variables)
+            trained = with_rest_of(self.model(), []) if variables is None else list(variables)
+            center = None if self.spec.center is None else self.spec.center.successor()
+            self._carry_over(synchronizer, lambda: self._successor(trained, center))
+            self.spec = replace(self.spec, center=center)
+            if center is not None:
+                optimizer.follow_center(center)
+            build_again(local, trained)
+            know(optimizer, trained)
+            self.on_joined()
+            self._note_later()
+            self.saved.formerly = synchronizer.replica.named.formerly
+
+    def _carry_over(self, synchronizer: VariableSynchronizer, successor: Callable[[], Successor[Any]]) -> None:
+        """Let the synchronizer adopt; if that fails, list the former variables again."""
+        saved, made = self.saved, list(self._made)
+        former = saved.variables
+        saved.variables = {name: variable for name, variable in former.items() if name == SUMS_OF}
+        try:
+            synchronizer.adopt(successor)
+        except BaseException:
+            list_variables(self.optimizer, self._made, made)
+            saved.variables, self._made = former, made
+            raise
+
+    def _successor(self, trained: Sequence[Any], center: CenterOptimizer | None) -> Successor[Any]:
+        """Return the replica of other trained variables, and what depends on it."""
+        replica = self._replica(trained, self._synchronizer.replica.named.names())
+        return Successor(replica, self._of_replica(replica, center), lambda outer, _: SlotValues(outer.slots))
 
     def start(self) -> None:
         """Check that all ranks agree, and start from the root's values or from the saved state."""

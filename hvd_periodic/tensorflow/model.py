@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -66,6 +67,7 @@ def named_variables(
     model: keras.Model | None = None,
     buffers: Policies = None,
     parameters: Policies = None,
+    former: Mapping[int, str] = MappingProxyType({}),
 ) -> of_keras.NamedVariables:
     """Return TensorFlow's variables by role, as :func:`hvd_periodic.keras.model.named_variables` returns Keras's.
 
@@ -77,4 +79,4 @@ def named_variables(
     for variable in trained:
         if not isinstance(variable, (keras.Variable, tf.Variable)):
             raise TypeError(f"Exchanged objects must be variables. Received: {type(variable).__name__}")
-    return of_keras.named_variables(trained, model, buffers, parameters, native)
+    return of_keras.named_variables(trained, model, buffers, parameters, native, former)

@@ -11,8 +11,11 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import spelled
+from hvd_periodic.frames import running_with
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
+from hvd_periodic.sync.handshake import EXAMPLES
+from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.config import decode, encode
 from hvd_periodic.tensorflow.fit_end import FitEnd, average_among
@@ -91,12 +94,17 @@ class PeriodicOptimizer(ForwardedSettings):
         self.inner_optimizer = spec.optimizer
         show_inside(spec.optimizer)
         if self._center is not None:
-            self._center.track(self, "center_optimizer")
+            self.follow_center(self._center)
         self.stage = Stage.UNBUILT
         if model is not None:
             self.attach(model)
             if model.built and model.trainable_variables:
                 self.build(model.trainable_variables)
+
+    def follow_center(self, center: CenterOptimizer) -> None:
+        """Pass settings on to the center's optimizer, and save it; for internal use."""
+        self._center = center
+        center.track(self, "center_optimizer")
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -224,7 +232,9 @@ class PeriodicOptimizer(ForwardedSettings):
             self._lifecycle.start()
 
     @tf.autograph.experimental.do_not_convert
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+    def apply(
+        self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None, examples: Any = None
+    ) -> None:
         """Take one local step, and exchange if one is due.
 
         If a ``LossScaleOptimizer`` inside skips the update on this rank only, the iteration still counts.
@@ -232,6 +242,9 @@ class PeriodicOptimizer(ForwardedSettings):
         Args:
             grads: gradients, as tensors or ``tf.IndexedSlices``; None for no gradient.
             trainable_variables: the variables of the gradients. Default: the variables that the optimizer was built on.
+            examples: number of examples of the gradients, or tokens, for ``weight="examples"``, also of optimizers
+                inside; a number or a scalar. Default: the size of the batch of ``train_step(data)``, in ``fit`` and
+                ``train_on_batch``.
 
         Raises:
             RuntimeError: called inside ``center()``; or an error of an exchange, in a ``tf.function`` as a
@@ -251,13 +264,67 @@ class PeriodicOptimizer(ForwardedSettings):
             return
         replaced = self._lifecycle.open(variables)
         self.synchronizer.center_reader.require_outside_center_block("step")
-        self._check_variables_are_known(variables)
+        self._require_known(variables)
         if replaced:
             self._count_skipped()
             return
         gradients, updated = self._lifecycle.prepare(gradients, variables)
-        self.inner_optimizer.apply(gradients, variables)
-        self.synchronizer.step(updated)
+        examples = self._examples() if examples is None else examples
+        more = {"examples": examples} if isinstance(self.inner_optimizer, PeriodicOptimizer) else {}
+        self.inner_optimizer.apply(gradients, variables, **more)
+        self.synchronizer.step(updated, examples)
+
+    def _examples(self) -> Any:
+        """Return the size of the batch in the ``train_step(data)`` that runs; None if none does, or nothing counts."""
+        if not any(level.synchronizer.handshake.weight.given == EXAMPLES for level in levels_of(self)):
+            return None
+        steps = running_with("train_step")
+        data = next((data for model, data in steps if getattr(model, "optimizer", None) is self), None)
+        batch = next(iter(tf.nest.flatten(data)), None)
+        return None if batch is None else tf.shape(batch)[0]
+
+    def _require_known(self, variables: Sequence[Any]) -> None:
+        """Raise a ValueError for a variable on which the optimizer was not built."""
+        known = set(map(id, self._trainable_variables))
+        unknown = next((variable for variable in variables if id(variable) not in known), None)
+        if unknown is not None:
+            raise ValueError(
+                f"Unknown variable {getattr(unknown, 'path', unknown.name)!r}: the optimizer was built on others. "
+                "Where the trained variables have changed, call adopt() on all ranks"
+            )
+
+    def adopt(self, variables: Sequence[Any] | None = None) -> None:
+        """Go on after variables were thawed, frozen, added or removed; on all ranks, after the same local step.
+
+        First all ranks exchange the former set, unless they have just done so. Then, with x the variables and c the
+        center:
+
+        - a variable stays if name, shape, dtype and policy do: x, c, outer state, accumulators and error memory are
+          kept to the bit, and so is the wrapped optimizer's state;
+        - one that leaves takes x ← c on all ranks (BMUF: W), and is a constant from then on;
+        - one that comes takes x ← x_root and c ← x_root, with outer state, accumulators and error memory of zeros, and
+          the wrapped optimizer's state of a new optimizer; its moving average starts from it.
+
+        Counters go on; the next exchange is a period from here. Compile the model again, with the same optimizer, or
+        make the ``tf.function`` again: steps that were compiled before raise an error.
+
+        Args:
+            variables: the variables that are trained now. Default: the trainable variables of the model that was given
+                at construction.
+
+        Raises:
+            RuntimeError: the optimizer is not built; called inside ``center()``; this kind of training cannot adopt; or
+                other ranks are in another call.
+            TypeError, ValueError: the new set is refused, or differs between ranks. On all ranks; nothing has changed.
+
+        Example::
+
+            backbone.trainable = True
+            model.compile(optimizer, loss)
+            optimizer.adopt()
+        """
+        with spelled(self._spelling):
+            self._lifecycle.adopt(variables)
 
     def skip(self) -> None:
         """Count an iteration without an update, instead of applying gradients, in an eager loop.
@@ -278,9 +345,10 @@ class PeriodicOptimizer(ForwardedSettings):
             self.inner_optimizer.skip()
         self.synchronizer.step(updated=False)
 
-    def apply_gradients(self, grads_and_vars: Any) -> Any:
-        """Take one local step on (gradient, variable) pairs; return the iterations of the wrapped optimizer."""
-        super().apply_gradients(grads_and_vars)
+    def apply_gradients(self, grads_and_vars: Any, examples: Any = None) -> Any:
+        """Take one local step on (gradient, variable) pairs, see :meth:`apply`; return the local iterations."""
+        gradients, variables = zip(*grads_and_vars, strict=True)
+        self.apply(gradients, variables, examples)
         return self.iterations
 
     def get_config(self) -> dict[str, Any]:

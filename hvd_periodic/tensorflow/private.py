@@ -7,7 +7,7 @@ of Keras on any backend in ``hvd_periodic/keras/private.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -49,6 +49,51 @@ def list_variables(optimizer: keras.optimizers.Optimizer, old: Sequence[Any], ne
     object.__setattr__(optimizer, "_variables", listed)
     tracker.config["variables"] = tracker.config["variables"][0], listed
     tracker.stored_ids["variables"] = set(map(id, listed))
+
+
+def build_again(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Build an optimizer on other variables, in place: Keras builds only once.
+
+    State of variables that stay, and state that belongs to none, keeps its values. That of the others is as in a new
+    optimizer, except for moving averages of variables, which start from the variables.
+    """
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    levels = [optimizer, optimizer.inner_optimizer] if scales else [optimizer]
+    before = [dict(vars(level)) for level in levels]
+    for level in levels:
+        level.built = False
+        level._trainable_variables_indices.clear()
+    optimizer.build(list(variables))
+    for level, former in zip(levels, before, strict=True):
+        _keep_state(level, former)
+        attributes = (value for name, value in vars(level).items() if name != "_variables")
+        held = {id(each) for value in attributes for each in (value if isinstance(value, list) else [value])}
+        list_variables(level, [variable for variable in level._variables if id(variable) not in held], [])
+
+
+def _keep_state(optimizer: Any, former: Mapping[str, Any]) -> None:
+    """Assign the values that the attributes of an optimizer had on other variables."""
+    then = {id(variable): i for i, variable in enumerate(former["_trainable_variables"])}
+    trained = optimizer._trainable_variables
+    stays = [(i, then[id(variable)]) for i, variable in enumerate(trained) if id(variable) in then]
+    if optimizer.use_ema:
+        for average, variable in zip(optimizer._model_variables_moving_average, trained, strict=True):
+            average.assign(variable)
+    for name, new in vars(optimizer).items():
+        old, pairs = former.get(name), [(new, former.get(name))]
+        if isinstance(new, list) and isinstance(old, list) and name != "_trainable_variables":
+            here = len(new) == len(trained) and len(old) == len(then)
+            pairs = [(new[i], old[j]) for i, j in stays] if here else []
+        for variable, kept in pairs:
+            if variable is not kept and isinstance(variable, keras.Variable) and isinstance(kept, keras.Variable):
+                variable.assign(kept)
+
+
+def know(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
+    """Replace the variables that a built optimizer knows, which has no state of them."""
+    optimizer._trainable_variables_indices.clear()
+    optimizer._trainable_variables_indices.update({optimizer._var_key(v): i for i, v in enumerate(variables)})
+    object.__setattr__(optimizer, "_trainable_variables", list(variables))  # An attribute would be tracked.
 
 
 def track(owner: Any, part: Any, name: str) -> None:

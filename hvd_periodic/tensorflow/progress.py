@@ -36,6 +36,9 @@ MEMORY = "memory."
 SINCE = "since"
 """Name of the steps and gradients since every fragment's last exchange."""
 
+WORK = ("updates", "examples", "reports")
+"""Names of the counts since this rank last took part in an exchange, for weights by work."""
+
 SEEN = "seen"
 """Name of what says, for every fragment, which ``"present"`` parameters had a gradient since its last exchange."""
 
@@ -54,6 +57,7 @@ class VariableProgress(ProgressTracker):
         learning_rate: returns the local optimizer's learning rate; in a graph, it may be a tensor.
         lands: whether exchanges may be in flight during local steps.
         present: names of the ``"present"`` parameters.
+        weighs_work: whether the weight of this rank is a count of work.
 
     Attributes:
         variables: variables of the counters, by name.
@@ -68,6 +72,7 @@ class VariableProgress(ProgressTracker):
         values: HostValues,
         lands: bool,
         present: Sequence[str] = (),
+        weighs_work: bool = False,
     ) -> None:
         self._of_session = in_session()
         self._landing: tf.Variable | None = None
@@ -79,7 +84,7 @@ class VariableProgress(ProgressTracker):
         self._new_variable, self._remembers, self._values = new_variable, schedule.remembers, values
         self._first_memory: Mapping[str, float] = {}
         self._fragments = schedule.fragments if isinstance(schedule, FragmentSchedule) else 1
-        self._present = list(present)
+        self._present, self._weighs_work = list(present), weighs_work
         self.learning_rate = learning_rate
         self.variables: dict[str, tf.Variable] = {}
         self.note_variables: dict[str, tf.Variable] = {}
@@ -98,6 +103,9 @@ class VariableProgress(ProgressTracker):
             self.note_variables[MEMORY + name] = self._new_variable(f"{MEMORY}{name}", (), tf.float64, first)
         if self._fragments > 1:
             self.note_variables[SINCE] = self._new_variable(SINCE, (self._fragments, _PER_FRAGMENT), tf.int64, 0)
+        for name in WORK if self._weighs_work else ():
+            dtype, start = (tf.float64, 0.0) if name == "examples" else (tf.int64, 0)
+            self.note_variables[name] = self._new_variable(name, (), dtype, start)
         if self._present:
             self.note_variables[SEEN] = self._new_variable(SEEN, (self._fragments, len(self._present)), tf.int64, 0)
 
@@ -131,6 +139,7 @@ class VariableProgress(ProgressTracker):
             losses,
             {name: value for name, value in memory.items() if not np.isnan(value)},
             of_fragments if any(since) else (),
+            **{name: kept[name][0] for name in WORK if name in kept},
             seen=[list(compress(self._present, row)) for row in rows] if any(seen) else [],
         )
 
@@ -138,6 +147,7 @@ class VariableProgress(ProgressTracker):
     def notes(self, notes: ScheduleState) -> None:
         numbers: dict[str, Any] = {MEMORY + name: notes.memory.get(name) for name in self._remembers}
         numbers |= {"loss_sum": notes.loss_sum, "losses": notes.losses}
+        numbers |= {name: getattr(notes, name) for name in WORK}
         numbers[SINCE] = list(chain(*(notes.since or [SinceLastSync()] * self._fragments)))
         numbers[SEEN] = [[name in part for name in self._present] for part in notes.seen or [()] * self._fragments]
         for name, variable in self.note_variables.items():
@@ -236,6 +246,17 @@ class VariableProgress(ProgressTracker):
     def steps_to(self, step: int) -> tf.Tensor:
         """Return the number of local steps left until ``step``, as a tensor."""
         return step - self.variables["local_steps"].read_value()
+
+    def work(self, examples: Any, updated: Any) -> None:
+        """Note the examples of a step in a compiled function; a number below 0 raises an error at the next exchange."""
+        if not self._weighs_work:
+            return
+        number = tf.cast(examples, tf.float64)
+        if number.shape.rank != 0:
+            raise TypeError(f"`examples` must be a number. Received: a tensor of shape {number.shape}")
+        valid = tf.where(number >= 0, number, np.nan)
+        self.note_variables["examples"].assign_add(tf.where(updated, valid, 0.0))
+        self.note_variables["reports"].assign_add(tf.cast(updated, tf.int64))
 
     def report(self, loss: Any) -> None:
         """Note a loss of this rank; in a compiled function, a NaN raises an error at the next exchange."""

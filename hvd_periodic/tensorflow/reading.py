@@ -22,7 +22,7 @@ from hvd_periodic.tensorflow.space import changed_if
 
 
 class VariableCenterReader(CenterReader[Any]):
-    """Reads the center; compiled steps notice when the model holds it.
+    """Reads the center; compiled steps notice when the model holds it, and when other variables are trained.
 
     Attributes:
         share_problem: returns a message if this rank's shard of the center is unusable, else None; None without shards.
@@ -32,35 +32,42 @@ class VariableCenterReader(CenterReader[Any]):
 
     def __init__(self, exchanger: Exchanger[Any], checkpoint: Checkpoint[Any], startup: Startup[Any]) -> None:
         super().__init__(exchanger, checkpoint, startup)
-        self._held: tf.Variable | None = None
+        self._refusal: tf.Variable | None = None
+        """Why a compiled step must not run; empty while it may."""
         if not in_session():
             with tf.init_scope():
-                self._held = tf.Variable(False, trainable=False)
+                self._refusal = tf.Variable("", trainable=False)
 
     @contextmanager
     def center(self, begin: Callable[[], object]) -> Iterator[None]:
         """Hold the center in the variables inside the block."""
         with super().center(begin):
-            self._hold(True)
+            self._refuse("step() inside the center() block: the model holds the center there. Leave the block first")
             try:
                 yield
             finally:
-                self._hold(False)
+                self._refuse("")
+
+    def retire(self) -> None:
+        """Make compiled steps fail from now on, since adopt() has replaced the variables that they change."""
+        self._refuse(
+            "This step was compiled before adopt(), for other variables: call model.compile() again, or make the "
+            "tf.function again"
+        )
 
     def misfit(self) -> str | None:
         """Return why this rank cannot read the center, or None."""
         return super().misfit() or (None if self.share_problem is None else self.share_problem())
 
     def checks(self) -> list[tf.Operation]:
-        """Return assertions that make a compiled step fail inside the ``center()`` block."""
-        if self._held is None or tf.executing_eagerly():
+        """Return assertions that make a compiled step fail inside the ``center()`` block, and after ``adopt()``."""
+        if self._refusal is None or tf.executing_eagerly():
             return []
-        message = "step() inside the center() block: the model holds the center there. Leave the block first"
-        return [tf.debugging.Assert(tf.logical_not(self._held), [message])]
+        return [tf.debugging.Assert(tf.equal(self._refusal, ""), [self._refusal])]
 
-    def _hold(self, held: bool) -> None:
-        if self._held is not None:
-            self._held.assign(held)
+    def _refuse(self, why: str) -> None:
+        if self._refusal is not None:
+            self._refusal.assign(why)
 
 
 class VariableCheckpoint(Checkpoint[Any]):

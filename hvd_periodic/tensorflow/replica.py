@@ -68,6 +68,7 @@ class VariableReplica(NamedReplica):
         exchanged = (named.parameters, named.following, named.averaged, named.counted, named.followed)
         here = all(is_in_host_memory(variable) for role in exchanged for _, variable in role)
         self.in_host_memory = here or in_session()  # A session passes its variables' values to Python.
+        self.reports_work = not in_session()
         self.tensor_space = TensorSpace()
         self.space: VectorSpace[Any] = HostSpace(self.values) if self.in_host_memory else self.tensor_space
         self._new_variable, self._forget_variable = new_variable, forget_variable

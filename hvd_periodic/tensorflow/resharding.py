@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any]) -> Any:
     ``saved`` is the state of another number of ranks, with one entry per shard or in full.
     """
     first = first_outer(synchronizer)
-    return saved if first is None else resharding.resharded(saved, synchronizer, _Variables(first.slots))
+    return saved if first is None else resharding.resharded(saved, synchronizer, SlotValues(first.slots))
 
 
 def require_divisible(synchronizer: ReplicaSynchronizer[Any]) -> None:
@@ -38,7 +38,7 @@ def first_outer(synchronizer: ReplicaSynchronizer[Any]) -> VariableOuterOptimize
     return found if isinstance(found, VariableOuterOptimizer) else None
 
 
-class _Variables(Form):
+class SlotValues(Form):
     """The variables of an optimizer, in their order: slots of parts of parameters, and variables for all.
 
     Args:
@@ -59,10 +59,20 @@ class _Variables(Form):
     def state(
         self, kept: Mapping[Stretch, Entries], stretches: Sequence[Stretch], example: Any, of: Sequence[Stretch]
     ) -> Any:
-        """Return the variables of an optimizer over these parts; variables for all parts come from the example."""
-        for_all = iter([value for value, owner in zip(example, self._slots(len(of)), strict=True) if owner is None])
-        of_parts = [iter(kept[stretch].values()) for stretch in stretches]
+        """Return the variables of an optimizer over these parts; the example has those for all parts, and the rest."""
+        known = dict(self.entries(example, of))
+        of_parts = [iter(kept.get(stretch, known.get(stretch, {})).values()) for stretch in stretches]
+        for_all = self._for_all(example, len(of))
         return [next(for_all if owner is None else of_parts[owner]) for owner in self._slots(len(stretches))]
+
+    def begun(self, fresh: Any, stretches: Sequence[Stretch], former: Any, of: Sequence[Stretch]) -> Any:
+        """Return the new variables, with the values of the former ones that are for all parts."""
+        for_all, slots = self._for_all(former, len(of)), self._slots(len(stretches))
+        return [next(for_all) if owner is None else value for owner, value in zip(slots, fresh, strict=True)]
+
+    def _for_all(self, state: Any, parts: int) -> Iterator[Any]:
+        """Return the values that belong to no part."""
+        return (value for value, owner in zip(state, self._slots(parts), strict=True) if owner is None)
 
     def zeros(self, like: Any, size: int) -> Any:
         """Return an array of zeros."""

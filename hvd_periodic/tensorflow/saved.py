@@ -13,7 +13,7 @@ import numpy as np
 from hvd_periodic.centers.error_feedback import RESIDUAL, SECOND_HOP_RESIDUAL
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
-from hvd_periodic.tensorflow.progress import MEMORY, SEEN, SINCE
+from hvd_periodic.tensorflow.progress import MEMORY, SEEN, SINCE, WORK
 
 _CENTER = "asynchronous_center"
 """Prefix of the names under which an asynchronous center is saved."""
@@ -134,12 +134,12 @@ class SavedExchanges:
     def _assign_waiting(self) -> None:
         """Assign the waiting values, if any; raise a ValueError if they belong to other variables."""
         known = self.variables.keys()
-        # The memory of another schedule, residuals of another compression, and who had gradients of parameters that
-        # take part in another way, are useless here.
+        # The memory of another schedule, residuals of another compression, counts for another weight, and who had
+        # gradients of parameters that take part in another way, are useless here.
         waiting = {
             name: value
             for name, value in _renumbered(self._waiting, "buffers.center.", self.formerly).items()
-            if name in known or not (name.startswith(MEMORY) or name == SEEN or depends_on_wire(name))
+            if name in known or not (name.startswith(MEMORY) or name in (*WORK, SEEN) or depends_on_wire(name))
         }
         varying = [name for name in waiting if name == SEEN or SECOND_HOP_RESIDUAL in name.split(".")]
         for name in [name for name in varying if name in known]:

@@ -47,7 +47,7 @@ class StateDicts(Form):
         of_no_parameter = {key: value for key, value in example["state"].items() if not isinstance(key, int)}
         return {"state": of_no_parameter | state, "param_groups": groups}
 
-    def begun(self, fresh: Any, former: Any, of: Sequence[Stretch]) -> Any:
+    def begun(self, fresh: Any, stretches: Sequence[Stretch], former: Any, of: Sequence[Stretch]) -> Any:
         """Return the new state dict, with the state that belongs to no parameter from the former one."""
         of_no_parameter = {key: value for key, value in former["state"].items() if not isinstance(key, int)}
         groups = fresh["param_groups"]

@@ -26,10 +26,12 @@ from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.replica import VariableReplica
 from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
+from tests.parallel import keras_adoption
 from tests.parallel.program import NotApplicableError, Scenarios, attempt, rotated
 from tests.parallel.tensorflow_job import hvd
 
 scenario = Scenarios()
+scenario.include(keras_adoption.scenario)
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "easgd": lambda o, m=None, **k: hvdp.ElasticAverageOptimizer(o, m, 2, moving_rate=0.25, **k),

@@ -10,7 +10,7 @@ import pytest
 from tests import oracle
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
-from tests.parallel.test_scenarios import EXPECTED, EXPECTED_OF_RANK_1, check_exchanges
+from tests.parallel.test_scenarios import EXPECTED, EXPECTED_OF_RANK_1, check_adopted, check_exchanges
 from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
@@ -18,6 +18,7 @@ pytest.importorskip("horovod.tensorflow")
 OF_SIZE = (
     *("constant_gradients", "quadratics", "centers_and_buffers", "buffer_policies", "queues_of_features"),
     *("overflow_on_one_rank", "uneven_data", "disagreements", "late_start", "states_of_local_optimizers"),
+    *("adopted_quadratics", "thawed_in_fit"),
     *("failures_on_the_last_rank", "statistics_of_integers", "process_set", "contract"),
 )
 """What the number of ranks makes a difference for."""
@@ -281,3 +282,19 @@ def test_states_of_local_optimizers(ranks: list[dict[str, Any]]) -> None:
         local = [[0.1 * (1 + 2 * rank) * (1 + 0.9)] for rank in range(size)]
         for trajectory in column(ranks, "states_of_local_optimizers", "average, function"):
             assert np.abs(trajectory[1][0]) == pytest.approx(np.mean(local, axis=0))
+
+
+@pytest.mark.parametrize("loop", ["eager", "function"])
+def test_numbers_of_a_variable_that_is_frozen_and_thawed(loop: str, ranks: list[dict[str, Any]]) -> None:
+    found = column(ranks, "adopted_quadratics", loop)
+    assert found == [found[0]] * len(ranks)
+    if len(ranks) == 2:
+        check_adopted(found[0])
+
+
+def test_layers_that_are_thawed_in_mid_run(ranks: list[dict[str, Any]]) -> None:
+    for center in ranks[0].get("thawed_in_fit", ()):
+        found = column(ranks, "thawed_in_fit", center)
+        assert found == [found[0]] * len(ranks), "one model after adopt(), and one center"
+        assert found[0][3] == 4, "of 10 steps, and one by adopt()"
+        assert len(ranks) == 1 or "All ranks must run the same optimizer" in found[0][0]

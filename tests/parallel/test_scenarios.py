@@ -20,6 +20,7 @@ OF_SIZE = (
     *("constant_gradients", "quadratics", "overlapped_quadratics", "centers_and_buffers", "disagreements"),
     *("distributed_optimizer_inside", "changes_after_construction", "different_steps", "uneven_data", "small_integers"),
     *("overflow_on_one_rank", "restore_on_root_only", "process_set", "contract"),
+    *("adopted_quadratics", "thawed_layers"),
 )
 """What the launcher and the number of ranks make a difference for."""
 
@@ -348,3 +349,33 @@ def check_exchanges(ranks: list[dict[str, Any]]) -> None:
 
 def test_schedules_of_the_clock(ranks: list[dict[str, Any]]) -> None:
     check_exchanges(ranks)
+
+
+ADOPTED = [
+    [0.104321875, 0.7391475],
+    [0.224422972, 1.420331637],
+    [0.33928258, 1.420331637],
+    [0.433479688, 1.442588048],
+]
+"""Two parameters after rounds 1 to 4; the second is frozen after round 2 and thawed after round 3."""
+
+
+def check_adopted(found: list[list[float]]) -> None:
+    """Check the values of two ranks after each of five rounds."""
+    assert found[:4] == [pytest.approx(pair, abs=1e-7) for pair in ADOPTED]
+    assert found[4][1] == pytest.approx(1.463099129, abs=1e-7)
+
+
+def test_numbers_of_a_parameter_that_is_frozen_and_thawed(ranks: list[dict[str, Any]]) -> None:
+    found = column(ranks, "adopted_quadratics")
+    assert found == [found[0]] * len(ranks)
+    if len(ranks) == 2:
+        check_adopted(found[0])
+
+
+def test_layers_that_are_thawed_in_mid_run(ranks: list[dict[str, Any]]) -> None:
+    for center in ranks[0].get("thawed_layers", ()):
+        found = column(ranks, "thawed_layers", center)
+        assert found == [found[0]] * len(ranks), "one model after adopt(), and one center"
+        assert found[0][3] == 4, "of 10 steps, and one by adopt()"
+        assert len(ranks) == 1 or "All ranks must run the same optimizer" in found[0][0]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import hvd_periodic.torch as hvdp
-from tests.parallel.program import Scenarios
+from tests.parallel.program import Scenarios, attempt
 from tests.parallel.torch_job import hvd
 
 scenario = Scenarios()
@@ -107,3 +107,48 @@ def buffers() -> Any:
         norm = (model.queue.norm(dim=1) - 1).abs().max().item()
         seen.append([statistic.tolist()[:2], model.mask.tolist(), model.random_state.tolist()[0], norm < 1e-6])
     return seen, bits([model.queue, *model[1].buffers()])
+
+
+@scenario
+def adopted_quadratics() -> Any:
+    """Losses h (x - b)²/2 of two parameters, of which the second is frozen after round 2 and thawed after round 3."""
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)) for name in "wv"})
+    optimizer = hvdp.PeriodicOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, hvdp.DiLoCo(), 3)
+    odd, seen = hvd.rank() % 2, []
+    losses = {"w": ((0.5, 1.0)[odd], (3.0, -1.0)[odd]), "v": ((1.0, 2.0)[odd], (0.5, 2.0)[odd])}
+    for done in range(1, 6):
+        for _ in range(3):
+            optimizer.zero_grad()
+            sum(h * (model[name] - b).square().sum() / 2 for name, (h, b) in losses.items()).backward()
+            optimizer.step()
+        seen.append([model["w"].item(), model["v"].item()])
+        if done in (2, 3):
+            model["v"].requires_grad_(done == 3)
+            optimizer.adopt()
+    return seen
+
+
+@scenario
+def thawed_layers() -> Any:
+    """A backbone that is thawed and added to the optimizer, on other data on each rank, for each placement."""
+    results = {}
+    for center in ("replicated", "sharded"):
+        torch.manual_seed(hvd.rank())
+        model = network()
+        model[0].requires_grad_(False)
+        inner = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        optimizer = hvdp.AGNOptimizer(inner, model, 4, center=center)
+        train(model, optimizer, 5)
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.1})
+        model[0].bias.requires_grad_(hvd.rank() == 0)
+        different = attempt(optimizer.adopt)
+        model[0].bias.requires_grad_(True)
+        optimizer.adopt()
+        came = bits(list(model.state_dict().values()))
+        train(model, optimizer, 5)
+        optimizer.finalize()
+        with optimizer.center():
+            values = list(model.state_dict().values())
+            results[center] = [different, came, bits(values), optimizer.synchronizer.rounds]
+    return results

@@ -100,3 +100,31 @@ def test_an_optimizer_keeps_its_variables_in_the_order_of_those_that_it_is_built
     optimizer.build(variables)
     assert list(map(id, of_keras.built_on(optimizer))) == list(map(id, variables))
     assert [tuple(kept.shape) for kept in optimizer.momentums] == [(2,), (3,)]
+
+
+def test_an_optimizer_is_built_again() -> None:
+    stays, leaves, comes = (keras.Variable([1.0, 0.0], name=name) for name in ("stays", "leaves", "comes"))
+    optimizer = keras.optimizers.Nadam(0.1, use_ema=True)
+    optimizer.build([leaves, stays])
+    optimizer.apply([tf.ones(2), tf.ones(2)], [leaves, stays])
+    kept = {x.path: x.numpy().tolist() for x in optimizer.variables if "stays" in x.path}
+    product = float(optimizer._u_product)
+    private.build_again(optimizer, [stays, comes])
+    fresh = keras.optimizers.Nadam(0.1, use_ema=True)
+    fresh.build([stays, comes])
+    assert [x.shape for x in optimizer.variables] == [x.shape for x in fresh.variables]
+    assert [optimizer._get_variable_index(x) for x in (stays, comes)] == [0, 1]
+    assert kept.items() <= {x.path: x.numpy().tolist() for x in optimizer.variables}.items()
+    assert float(optimizer._u_product) == product
+    averages = [x.numpy().tolist() for x in optimizer._model_variables_moving_average]
+    assert averages[1] == comes.numpy().tolist()
+    assert not np.any(optimizer._momentums[1].numpy())
+
+
+def test_an_optimizer_knows_other_variables() -> None:
+    optimizer, (old, new) = keras.optimizers.SGD(0.1), (keras.Variable([1.0]) for _ in range(2))
+    optimizer.build([old])
+    private.know(optimizer, [new, old])
+    assert [optimizer._get_variable_index(x) for x in (old, new)] == [1, 0]
+    assert list(of_keras.built_on(optimizer)) == [new, old]
+    assert len(optimizer.variables) == 2

@@ -136,7 +136,7 @@ def test_an_update_without_report() -> None:
 
     for _, message in errors(2, work):
         assert "The weight of this rank cannot be used" in message
-        assert "no examples were reported in 2 local updates: pass step(..., examples=...)" in message
+        assert "no examples were reported in 2 local updates: pass `examples` with each" in message
 
 
 @pytest.mark.parametrize("examples", [-1, math.nan, math.inf, "8", np.ones(2)], ids=str)

@@ -1,0 +1,188 @@
+"""Embedding tables of which only touched rows travel, in Keras: the dense exchange to the bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow")
+
+import keras
+import tensorflow as tf
+
+import hvd_periodic.tensorflow as hvdp
+from hvd_periodic import LocalCommunicator
+from hvd_periodic.keras import PeriodicExchange
+from hvd_periodic.tensorflow.coding import GraphCoding
+from tests.helpers import errors, run_ranks
+from tests.unit.test_tensorflow_edges import Delegate
+
+pytestmark = pytest.mark.timeout(120)
+
+ALGORITHMS: dict[str, Callable[[], Any]] = {
+    "average": hvdp.Averaging,
+    "diloco": hvdp.DiLoCo,
+    "slowmo": hvdp.SlowMo,
+    "bmuf": hvdp.BMUF,
+    "agn": hvdp.AGN,
+}
+ROWS, WIDTH, STEPS, PERIOD = 20, 4, 11, 3
+POLICIES = {"table": "rows"}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlap": {"overlap": 1},
+    "fragments": {"fragments": 2},
+    "momentum": {"momentum": 0.5},
+}
+
+
+def variables() -> list[Any]:
+    shapes = {"x": (5,), "table": (ROWS, WIDTH)}
+    return [
+        keras.Variable(np.sin(np.arange(1, 1 + np.prod(shape))).reshape(shape), name=name)
+        for name, shape in shapes.items()
+    ]
+
+
+def made(trained: list[Any], communicator: Any, algorithm: str, momentum: float = 0.0, **options: Any) -> Any:
+    if algorithm == "agn":
+        options["outer_optimizer"] = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer = hvdp.PeriodicOptimizer(
+        keras.optimizers.SGD(0.1, momentum=momentum),
+        None,
+        ALGORITHMS[algorithm](),
+        PERIOD,
+        process_set=Delegate(communicator),
+        **options,
+    )
+    optimizer.build(trained)
+    return optimizer
+
+
+def trained_by(trained: list[Any], optimizer: Any, rank: int, sparse: bool, compiled: bool = False) -> list[Any]:
+    """Return the values after each step, and those of the center."""
+
+    def take(words: Any) -> None:
+        x, table = trained
+        with tf.GradientTape() as tape:
+            rows = tf.gather(table.value, words)
+            loss = tf.reduce_sum(tf.square(rows)) * (1.0 + rank) + tf.reduce_sum(x.value * (1.0 + rank))
+        of_x, of_table = tape.gradient(loss, [x.value, table.value])
+        assert isinstance(of_table, tf.IndexedSlices)
+        optimizer.apply([of_x, of_table if sparse else tf.convert_to_tensor(of_table)], trained)
+
+    step, seen = tf.function(take) if compiled else take, []
+    for i in range(STEPS):
+        step(tf.constant([(3 * rank + i) % (ROWS // 2), (5 * rank + 7) % ROWS]))
+        seen.append([v.numpy().tolist() for v in trained])
+    with optimizer.center():
+        seen.append([v.numpy().tolist() for v in trained])
+    return [seen, optimizer.synchronizer.counters.bytes_sent]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_dense_exchange_to_the_bit(algorithm: str, way: str) -> None:
+    def work(communicator: Any, parameters: Any) -> Any:
+        trained = variables()
+        optimizer = made(trained, communicator, algorithm, parameters=parameters, **WAYS[way])
+        return trained_by(trained, optimizer, communicator.rank, sparse=way != "overlap")
+
+    rows, dense = (run_ranks(2, lambda c, policies=policies: work(c, policies)) for policies in (POLICIES, None))
+    assert [seen for seen, _ in rows] == [seen for seen, _ in dense]
+    if way in ("plain", "fragments"):
+        assert all(fewer < more for (_, fewer), (_, more) in zip(rows, dense, strict=True))
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_compiled_steps(algorithm: str, sparse: bool) -> None:
+    found = []
+    for parameters, compiled in ((POLICIES, True), (POLICIES, False), (None, True)):
+        trained = variables()
+        optimizer = made(trained, LocalCommunicator(), algorithm, parameters=parameters)
+        found.append(trained_by(trained, optimizer, 0, sparse, compiled))
+    assert found[0] == found[1]
+    assert found[0][0] == found[2][0]
+    assert found[0][1] < found[2][1]
+
+
+def test_tensors_have_the_same_verbs_as_arrays() -> None:
+    """Replicas on a GPU are tensors."""
+    coding, x = GraphCoding(), tf.constant([[0.0, 0.0], [0.0, 1.0], [np.nan, 0.0]])
+    assert coding.nonzero_rows(x).tolist() == [False, True, True]
+    places = np.array([0, 1])
+    assert coding.take_rows(x, places).numpy().tolist() == [[0.0, 0.0], [0.0, 1.0]]
+    put = coding.put_rows(x, places, tf.constant([[1.0, 2.0], [3.0, 4.0]]))
+    assert put[:2].numpy().tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def network() -> Any:
+    keras.utils.set_random_seed(2)
+    return keras.Sequential(
+        [
+            keras.Input((2,), dtype="int32"),
+            keras.layers.Embedding(ROWS, WIDTH),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def test_a_model_in_fit_that_is_saved(tmp_path: Path) -> None:
+    model = network()
+    optimizer = hvdp.PeriodicOptimizer(
+        keras.optimizers.SGD(0.1),
+        model,
+        hvdp.DiLoCo(),
+        PERIOD,
+        process_set=LocalCommunicator(),
+        parameters={"*embeddings": "rows"},
+    )
+    model.compile(optimizer, "mse", jit_compile=False)
+    words = np.arange(16).reshape(8, 2) % 5
+    model.fit(words, np.ones((8, 1)), batch_size=2, verbose=0, shuffle=False)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    loaded.optimizer.attach(loaded, process_set=LocalCommunicator())
+    for each in (model, loaded):
+        each.fit(words, np.ones((8, 1)), batch_size=2, verbose=0, shuffle=False)
+    assert [len(each.synchronizer.replica.tables) for each in (optimizer, loaded.optimizer)] == [1, 1]
+    assert [x.numpy().tolist() for x in loaded.weights] == [x.numpy().tolist() for x in model.weights]
+
+
+def test_a_callback_on_any_backend() -> None:
+    found = []
+    for parameters in ({"*embeddings": "rows"}, None):
+        model = network()
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+        callback = PeriodicExchange(
+            model, hvdp.DiLoCo(), PERIOD, process_set=LocalCommunicator(), parameters=parameters
+        )
+        words = np.arange(16).reshape(8, 2) % 5
+        model.fit(words, np.ones((8, 1)), batch_size=2, verbose=0, shuffle=False, callbacks=[callback])
+        found.append(([x.numpy().tolist() for x in model.weights], callback.synchronizer.counters.bytes_sent))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] < found[1][1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parameters": {"x": "rows"}}, r"tensors of two axes and more.*Received: 'x' of shape \(5,\)"),
+        ({"center": "sharded"}, r"center='replicated' only"),
+        ({"compression": hvdp.Compression.int8}, r"travel without `compression`"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    def work(communicator: Any) -> None:
+        made(variables(), communicator, "average", **{"parameters": POLICIES, **options})
+
+    for kind, text in errors(2, work):
+        assert kind is ValueError
+        assert re.search(message, text)
