@@ -300,11 +300,13 @@ class Worker:
             self.transport.write(buckets())
         self._wait_for_root()
 
-    def resume(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any] | None) -> None:
+    def resume(
+        self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any] | None, each_its_own: bool = True
+    ) -> None:
         """Set the center to the state that the root has loaded, or else to the root's replica; collective.
 
-        A worker whose pushes, in the state that it has loaded, are not those that the root's state has takes the
-        center, as all do if their number has changed: of an algorithm for which workers keep what they took.
+        If each worker goes on from a state of its own, one whose pushes in that state are not those in the root's takes
+        the center, and so do all if their number has changed: of an algorithm for which workers keep what they took.
         """
         membership = self.membership
         if membership.is_root and state is None:
@@ -318,13 +320,14 @@ class Worker:
             self.start(parts)
             return
         self.resume_training()
-        lacking = {worker: _lack(worker, each, known, len(loaded)) for worker, each in enumerate(loaded)}
+        lacking = {}
+        if each_its_own and parts[0].algorithm.taken_state is not None:
+            reasons = (_lack(worker, each, known, len(loaded)) for worker, each in enumerate(loaded))
+            lacking = {worker: reason for worker, reason in enumerate(reasons) if reason}
         if membership.is_root and state is not None:
-            self.transport.write(
-                self._saved(parts, state, [worker for worker, why in lacking.items() if why]), state["center_optimizer"]
-            )
+            self.transport.write(self._saved(parts, state, list(lacking)), state["center_optimizer"])
         self._wait_for_root()
-        if lacking[rank] and parts[0].algorithm.taken_state is not None:
+        if rank in lacking:
             membership.log.warning(
                 "Rank %d takes the center, and what it had not pushed is lost: %s",
                 membership.global_rank,

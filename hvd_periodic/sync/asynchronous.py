@@ -180,7 +180,7 @@ class Asynchronous(Exchanger[V]):
         What the root has not pushed, all ranks have in their replicas then, and the root alone pushes it.
         """
         if takeover.whole:
-            self.worker.resume(list(self.tensor_groups), takeover.state)
+            self.worker.resume(list(self.tensor_groups), takeover.state, each_its_own=False)
         for group in self.tensor_groups:
             for store in group.worker.values():
                 self.tensor_groups.send_store(store, takeover.send)

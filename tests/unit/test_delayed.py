@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import Communicator
-from hvd_periodic.algorithms import BMUF, Algorithm, Averaging, DiLoCo, SlowMo
+from hvd_periodic import Communicator, Compression
+from hvd_periodic.algorithms import BMUF, EASGD, Algorithm, Averaging, DiLoCo, Exchange, SlowMo
 from hvd_periodic.algorithms.delayed import growth
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
-from tests.helpers import run_ranks
+from hvd_periodic.vectors.space import VectorSpace
+from tests.helpers import errors, run_ranks
 
 CURVATURE, MINIMUM, RATE, PERIOD = (0.5, 1.0, 0.7), (3.0, -1.0, 2.0), 0.1, 3
 """Of workers with F_i = h_i (x − b_i)²/2."""
@@ -248,9 +249,6 @@ def test_every_push_moves_the_point_of_rest_by_its_share(name: str) -> None:
 def test_a_rate_of_zero_pushes_the_displacement_and_leaves_the_momentum() -> None:
     """n = 2, α = .9, β = .5; displacements of 1, with γ = 0 in the second and third push."""
     delayed = SlowMo(0.5, 0.9).asynchronous_variant(2)
-    from hvd_periodic.algorithms import Exchange
-    from hvd_periodic.vectors.space import VectorSpace
-
     space: VectorSpace[Any] = VectorSpace()
     center = delayed.init_center(space, np.zeros(1))
     seen = []
@@ -275,14 +273,8 @@ def test_defaults() -> None:
     assert [made.outer_learning_rate for made in variants if isinstance(made, DiLoCo)] == [0.7, 0.7, 0.4]
     blocks = [BMUF().asynchronous_variant(n) for n in (1, 2, 3)]
     assert [made.block_momentum for made in blocks if isinstance(made, BMUF)] == [0.0, 0.5, 0.4]
-    assert DiLoCo().in_force(_exchange(64)) == str(DiLoCo(0.7))
-    assert DiLoCo().asynchronous_variant(5).in_force(_exchange(5)) == str(DiLoCo(0.4))
-
-
-def _exchange(n: int) -> Any:
-    from hvd_periodic.algorithms import Exchange
-
-    return Exchange(n, PERIOD)
+    assert DiLoCo().in_force(Exchange(64, PERIOD)) == str(DiLoCo(0.7))
+    assert DiLoCo().asynchronous_variant(5).in_force(Exchange(5, PERIOD)) == str(DiLoCo(0.4))
 
 
 @pytest.mark.parametrize(
@@ -327,3 +319,352 @@ def test_the_eigenvalue_is_that_of_the_equations() -> None:
     with pytest.warns(UserWarning, match="a turn multiplies deviations by 1.042"):
         variant = DiLoCo(rate, mu).asynchronous_variant(n)
     assert growth(variant, n) == pytest.approx(long_run, rel=5e-3)
+
+
+def in_turn(communicator: Communicator, optimizer: PeriodicOptimizer, xs: dict[str, Any], order: Sequence[int]) -> Any:
+    """Train one period at a time, in a given order; return replica and center after every turn."""
+    optimizer.synchronizer.begin()
+    rank, seen = communicator.rank, []
+    for turn in order:
+        if turn == rank:
+            for _ in range(2):
+                optimizer.step([np.sin(x + rank + place) for place, x in enumerate(xs.values())])
+        communicator.allgather_object(None, "stepped")
+        seen += [x.copy() for x in xs.values()]
+        with optimizer.center():
+            seen += [x.copy() for x in xs.values()]
+        communicator.allgather_object(None, "seen")
+    return seen
+
+
+def arrays() -> dict[str, Any]:
+    return {"w": np.linspace(-1, 1, 6).reshape(2, 3), "b": np.full(4, np.float32(0.3)), "none": np.zeros((0, 2))}
+
+
+def made(communicator: Communicator, name: str, xs: dict[str, Any], **options: Any) -> PeriodicOptimizer:
+    local = SGD(0.1)
+    return PeriodicOptimizer(local, xs, ALGORITHMS[name], 2, asynchronous=True, process_set=communicator, **options)
+
+
+FIRST, REST = (0, 1, 1, 2, 0), (2, 2, 1, 0, 0, 1, 2)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_set_that_was_saved_at_rest_resumes_exactly(name: str) -> None:
+    """In the middle of a window, and with steps since the last push."""
+
+    def step(communicator: Communicator, optimizer: PeriodicOptimizer, xs: dict[str, Any]) -> None:
+        if communicator.rank == 1:
+            optimizer.step([np.full_like(x, 0.5) for x in xs.values()])
+        communicator.allgather_object(None, "at rest")
+
+    def work(communicator: Communicator) -> None:
+        xs = arrays()
+        optimizer = made(communicator, name, xs, staleness_power=0.5)
+        in_turn(communicator, optimizer, xs, FIRST)
+        step(communicator, optimizer, xs)
+        state, model = optimizer.synchronizer.state_dict(), {key: x.copy() for key, x in xs.items()}
+        communicator.allgather_object(None, "saved")
+        expected = in_turn(communicator, optimizer, xs, REST)
+        optimizer.finalize()
+
+        xs = arrays()
+        resumed = made(communicator, name, xs, staleness_power=0.5)
+        resumed.synchronizer.load_state_dict(state)
+        for key, x in xs.items():
+            x[...] = model[key]
+        for here, there in zip(in_turn(communicator, resumed, xs, REST), expected, strict=True):
+            np.testing.assert_array_equal(here, there)
+        resumed.finalize()
+        assert resumed.synchronizer.state_dict()["pushes"] == optimizer.synchronizer.state_dict()["pushes"]
+
+    run_ranks(3, work)
+
+
+@pytest.mark.parametrize("name", ["averaging", "diloco", "bmuf"])
+def test_all_leave_with_the_center(name: str) -> None:
+    """After a last push of whoever has steps left; the open window stays open."""
+
+    def work(communicator: Communicator) -> Any:
+        xs = arrays()
+        optimizer = made(communicator, name, xs)
+        in_turn(communicator, optimizer, xs, FIRST)
+        for _ in range(communicator.rank):
+            optimizer.step([np.full_like(x, 0.5) for x in xs.values()])
+        optimizer.finalize()
+        state = optimizer.synchronizer.state_dict()
+        with optimizer.center():
+            center = [x.copy() for x in xs.values()]
+        return [x.copy() for x in xs.values()], center, state
+
+    results = run_ranks(3, work)
+    for xs, center, state in results:
+        for here, there in zip([*xs, *center], [*results[0][0], *results[0][1]], strict=True):
+            np.testing.assert_array_equal(here, there)
+        if name != "bmuf":
+            for here, there in zip(xs, center, strict=True):
+                np.testing.assert_array_equal(here, there)
+        pushes = state["pushes"]["pushes"]
+        assert pushes == [2, 3, 2]
+        assert state["pushes"]["windows"] == [sum(pushes) % 3] * 2
+        taken = state["vectors"]["parameters"]["taken"]
+        for here, there in zip(xs, taken.values(), strict=True):
+            np.testing.assert_array_equal(here, there)
+
+
+def resumed_on(size: int, states: Sequence[Any], caplog: Any) -> list[Any]:
+    """Resume from states on a number of ranks; return replica, center, vectors, and counts, at the start."""
+
+    def work(communicator: Communicator) -> Any:
+        xs = arrays()
+        optimizer = made(communicator, "diloco", xs)
+        state, model = states[communicator.rank]
+        optimizer.synchronizer.load_state_dict(state)
+        for key, x in xs.items():
+            x[...] = model[key]
+        optimizer.synchronizer.begin()
+        with optimizer.center():
+            center = {key: x.copy() for key, x in xs.items()}
+        found = {key: x.copy() for key, x in xs.items()}, center, optimizer.synchronizer.state_dict()
+        communicator.allgather_object(None, "seen")
+        optimizer.finalize()
+        return found
+
+    caplog.clear()
+    return run_ranks(size, work)
+
+
+def test_states_that_do_not_belong_together(caplog: Any) -> None:
+    """A worker takes the center: one that pushed before the root saved; one with another's state; all of another job.
+
+    What had entered the center does not enter it twice.
+    """
+
+    def save(communicator: Communicator) -> list[Any]:
+        xs = arrays()
+        optimizer = made(communicator, "diloco", xs)
+        in_turn(communicator, optimizer, xs, FIRST)
+        if communicator.rank == 2:
+            optimizer.step([np.full_like(x, 0.5) for x in xs.values()])
+        states = []
+        for turn in (0, 1):
+            states.append((optimizer.synchronizer.state_dict(), {key: x.copy() for key, x in xs.items()}))
+            communicator.allgather_object(None, "saved")
+            if turn == 0:
+                in_turn(communicator, optimizer, xs, [1])
+        optimizer.finalize()
+        return states
+
+    saved = run_ranks(3, save)
+    (root, before, other), (_, after, _) = ([states[i] for states in saved] for i in (0, 1))
+    c = root[0]["vectors"]["parameters"]["center"]
+
+    for _, center, _ in resumed_on(3, [root, before, other], caplog):
+        np.testing.assert_array_equal(center["w"], c["w"])
+    assert "takes the center" not in caplog.text
+
+    results = resumed_on(3, [root, after, root], caplog)
+    replicas = [x["w"] for x, _, _ in results]
+    np.testing.assert_array_equal(replicas, [root[1]["w"], c["w"], c["w"]])
+    assert "Rank 1 takes the center, and what it had not pushed is lost: its state is one after 3 pushes" in caplog.text
+    assert (
+        "Rank 2 takes the center, and what it had not pushed is lost: it has loaded the state of rank 0" in caplog.text
+    )
+    assert "Rank 0 takes" not in caplog.text
+    for _, _, state in results:
+        assert state["pushes"]["pushes"] == root[0]["pushes"]["pushes"]
+    total = sum(root[0]["pushes"]["pushes"])
+    assert results[0][2]["pushes"]["taken"] == [root[0]["pushes"]["taken"][0], total, total]
+
+    for size in (2, 4):
+        results = resumed_on(size, [root, before, other, other][:size], caplog)
+        assert f"the state is one of 3 workers, and there are {size}" in caplog.text
+        for x, center, state in results:
+            np.testing.assert_array_equal(x["w"], c["w"])
+            np.testing.assert_array_equal(center["w"], c["w"])
+            assert state["pushes"]["windows"] == root[0]["pushes"]["windows"]
+            for key in ("momentum", "gathered"):
+                here, there = (each["vectors"]["parameters"][key]["w"] for each in (state, root[0]))
+                np.testing.assert_array_equal(here, there)
+
+
+def test_a_state_loaded_on_the_root_alone() -> None:
+    """All have its parameters; what it had not pushed, it alone pushes."""
+
+    def work(communicator: Communicator) -> Any:
+        xs = arrays()
+        optimizer = made(communicator, "no momentum", xs)
+        in_turn(communicator, optimizer, xs, FIRST)
+        if communicator.rank == 0:
+            optimizer.step([np.ones_like(x) for x in xs.values()])
+        state, model = optimizer.synchronizer.state_dict(), {key: x.copy() for key, x in xs.items()}
+        communicator.allgather_object(None, "saved")
+        optimizer.finalize()
+
+        ys = arrays()
+        resumed = made(communicator, "no momentum", ys)
+        if communicator.rank == 0:
+            resumed.synchronizer.load_state_dict(state)
+            for key, x in ys.items():
+                x[...] = model[key]
+        resumed.synchronizer.begin()
+        at_start = ys["w"].copy()
+        for turn in range(communicator.size):
+            if turn == communicator.rank:
+                resumed.synchronizer.sync()
+            communicator.allgather_object(None, "pushed")
+        with resumed.center():
+            center = ys["w"].copy()
+        resumed.finalize()
+        return state["vectors"]["parameters"]["center"]["w"], model["w"], at_start, center
+
+    results = run_ranks(3, work)
+    before, model = results[0][:2]
+    for _, _, x, center in results:
+        np.testing.assert_array_equal(x, model)
+        np.testing.assert_allclose(center, before - 0.8 * 0.1 / 3, rtol=1e-12)
+
+
+def test_who_has_not_moved_pushes_nothing() -> None:
+    """Also in 16 bits, where a replica is not the center: it rounds it."""
+
+    def work(communicator: Communicator) -> Any:
+        x, seen = np.full(3, 0.1, np.float16), []
+        optimizer = PeriodicOptimizer(SGD(1.0), {"x": x}, Averaging(), 1, asynchronous=True, process_set=communicator)
+        optimizer.synchronizer.begin()
+        for number in range(4):
+            if communicator.rank == 0 and number == 0:
+                optimizer.step([np.full(3, 0.0123, np.float16)])
+            elif number:
+                optimizer.synchronizer.sync()
+            communicator.allgather_object(None, "pushed")
+            seen.append(optimizer.synchronizer.state_dict()["vectors"]["parameters"]["center"]["x"])
+            communicator.allgather_object(None, "seen")
+        return x, seen
+
+    for x, seen in run_ranks(3, work):
+        assert (seen[0] != seen[0].astype(np.float16)).all(), "a replica cannot hold it"
+        for later in seen:
+            np.testing.assert_array_equal(later, seen[0])
+        np.testing.assert_array_equal(x, seen[0].astype(np.float16))
+
+
+def test_a_rank_that_is_not_finite_takes_the_center() -> None:
+    def work(communicator: Communicator) -> Any:
+        xs = arrays()
+        optimizer = made(communicator, "diloco", xs, nonfinite="skip")
+        in_turn(communicator, optimizer, xs, (0, 1))
+        before = optimizer.synchronizer.state_dict()
+        communicator.allgather_object(None, "seen")
+        if communicator.rank == 1:
+            for _ in range(2):
+                optimizer.step([np.full_like(x, np.nan) for x in xs.values()])
+            optimizer.synchronizer.sync()  # It has nothing to push.
+        communicator.allgather_object(None, "skipped")
+        after = optimizer.synchronizer.state_dict()
+        with optimizer.center():
+            center = xs["w"].copy()
+        communicator.allgather_object(None, "read")
+        counters = optimizer.synchronizer.counters
+        return before, after, xs["w"].copy(), center, (counters.rounds, counters.left_out)
+
+    first, second = run_ranks(2, work)
+    for before, after, _, center, _ in (first, second):
+        np.testing.assert_array_equal(before["vectors"]["parameters"]["center"]["w"], center)
+        np.testing.assert_array_equal(
+            after["vectors"]["parameters"]["gathered"]["w"], before["vectors"]["parameters"]["gathered"]["w"]
+        )
+    np.testing.assert_array_equal(second[2], second[3])
+    assert (first[4], second[4]) == ((1, 0), (2, 1))
+
+
+def test_a_file_holds_the_center(tmp_path: Any) -> None:
+    load_file = pytest.importorskip("safetensors.numpy").load_file
+    path = tmp_path / "center.safetensors"
+
+    def work(communicator: Communicator) -> Any:
+        xs = arrays()
+        optimizer = made(communicator, "diloco", xs, center_file=path)
+        in_turn(communicator, optimizer, xs, FIRST)
+        optimizer.finalize()
+        return {key: x.copy() for key, x in xs.items()}
+
+    expected, file = run_ranks(3, work)[0], load_file(path)
+    for key, x in expected.items():
+        np.testing.assert_array_equal(file[key], x)
+    assert all(key in expected or key.startswith("hvd_periodic.unused.") for key in file)
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "outer_optimizer": (
+        {"algorithm": DiLoCo(), "outer_optimizer": SGD(1.0)},
+        ValueError,
+        "`outer_optimizer` is for synchronous exchange: with asynchronous=True the momentum of DiLoCo waits",
+    ),
+    "weight": ({"algorithm": Averaging(), "weight": 2.0}, ValueError, "`weight` is for synchronous exchange"),
+    "overlap": ({"algorithm": DiLoCo(), "overlap": 1}, ValueError, "`overlap` is for synchronous exchange"),
+    "compression": (
+        {"algorithm": DiLoCo(), "compression": Compression.int8},
+        ValueError,
+        "`compression` is for synchronous exchange",
+    ),
+    "present": (
+        {"algorithm": DiLoCo(), "parameters": {"x": "present"}},
+        ValueError,
+        "`parameters` can be 'present' in asynchronous exchange with elastic averaging only",
+    ),
+    "elastic averaging": (
+        {"algorithm": EASGD(0.5), "staleness_power": 0.5},
+        ValueError,
+        "`staleness_power` is for averaging, DiLoCo, SlowMo and BMUF",
+    ),
+    "synchronously": (
+        {"algorithm": DiLoCo(), "staleness_power": 0.5, "asynchronous": False},
+        ValueError,
+        "`staleness_power` is for asynchronous exchange",
+    ),
+    "below zero": (
+        {"algorithm": DiLoCo(), "staleness_power": -0.5},
+        ValueError,
+        "`staleness_power` must be zero or positive and finite. Received: -0.5",
+    ),
+    "no number": (
+        {"algorithm": DiLoCo(), "staleness_power": "half"},
+        TypeError,
+        "`staleness_power` must be a number. Received: 'half'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_refused(case: str) -> None:
+    options, kind, text = BAD[case]
+
+    def work(communicator: Communicator) -> None:
+        given = {"asynchronous": True, **options}
+        PeriodicOptimizer(SGD(0.1), {"x": np.zeros(1)}, period=2, process_set=communicator, **given)
+
+    for raised, message in errors(2, work):
+        assert raised is kind
+        assert text in message
+
+
+def test_a_replica_that_is_not_finite_is_an_error() -> None:
+    def work(communicator: Communicator) -> None:
+        x = np.zeros(1)
+        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, DiLoCo(), 1, asynchronous=True, process_set=communicator)
+        optimizer.step([np.full(1, np.nan)])
+
+    for raised, message in errors(2, work):
+        assert raised is RuntimeError
+        assert "parameter 'x' is not finite at step 1" in message
+
+
+def test_ranks_that_differ_in_the_power_are_told() -> None:
+    def work(communicator: Communicator) -> None:
+        options: dict[str, Any] = {"staleness_power": 0.5 * communicator.rank}
+        made(communicator, "diloco", arrays(), **options)
+
+    for raised, message in errors(2, work):
+        assert raised is ValueError
+        assert "They differ in staleness_power" in message
