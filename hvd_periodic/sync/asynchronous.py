@@ -124,7 +124,7 @@ class Asynchronous(Exchanger[V]):
         exchanged = self.context.exchanged
         if exchanged.rates is None or not exchanged.algorithm.uses_learning_rate:
             return []
-        return [float(rate) for rate in exchanged.rates.hyperparameters()]
+        return exchanged.rates.of_tensors(len(exchanged.replica.parameters.layout.specs))
 
     def check_alive(self) -> None:
         """Raise a RuntimeError if Horovod has been shut down, and the center with it."""
