@@ -76,6 +76,10 @@ class ExchangeOptions(TypedDict, total=False):
             at once, the file keeps the center of the last transaction, as a safetensors file with the names of the
             tensors. It can be read while training goes on. A file that had this name is renamed to ``PATH.previous`` at
             the first exchange. The file lacks the state of the center's optimizer. None: in memory only.
+        staleness_power: power p ≥ 0 of the discount of stale pushes in asynchronous averaging, DiLoCo, SlowMo and BMUF:
+            the displacement that a worker pushes counts (1 + max(0, s − (n − 1)))^−p, where s is the number of pushes
+            of others since this worker took the center: n − 1 if equal workers push in turn. What is discounted is
+            lost. Asynchronous training only.
         run_log: a folder; every rank appends one line of JSON per exchange to its own file ``rank-K.jsonl`` in it.
             None: the folder in the environment variable ``HVD_PERIODIC_RUN_LOG``, if it is set. False: no log. Copies
             of the optimizer write none.
@@ -93,6 +97,7 @@ class ExchangeOptions(TypedDict, total=False):
     max_mean_norm: Annotated[float | None, None]
     timeout_seconds: Annotated[float | None, None]
     center_file: Annotated[PathLike | None, None]
+    staleness_power: Annotated[float, 0.0]
     run_log: Annotated[PathLike | bool | None, None]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -34,6 +34,10 @@ class Exchange:
         presence: for parameters that only workers with gradients contribute to, by name: this worker's weight among
             those, w_i p_i n / Σ_j w_j p_j, with p_i = 1 on a worker with gradients and 0 on another; None if no worker
             had any, so that the parameter stays as it is. Algorithms can ignore it, too.
+        rates: learning rate of every tensor on the worker that pushes, in asynchronous exchange, for algorithms that
+            use it. Algorithms can ignore it: the caller sets ``learning_rate`` from it.
+        staleness: in asynchronous exchange, pushes of other workers since this worker took the center.
+        completes: in asynchronous exchange, whether this push completes a window of n pushes.
 
     In a compiled graph, all attributes but ``size`` are scalars of the graph.
     """
@@ -45,6 +49,9 @@ class Exchange:
     weight: Any = None
     cut: Any = None
     presence: Mapping[str, float | None] = field(default_factory=dict, hash=False)
+    rates: Sequence[float] = field(default=(), hash=False)
+    staleness: int = 0
+    completes: bool = False
 
 
 class Algorithm(ABC):
@@ -70,6 +77,9 @@ class Algorithm(ABC):
         uses_learning_rate: ``move`` reads ``exchange.learning_rate``.
         consumed_state: name of the worker's vector that a message consumes, if there is one: it is reset to zeros.
             Until ``pull``, its memory may hold the total.
+        taken_state: name of the worker's vector, if there is one, that is set to the replica after every pull, as the
+            replica then holds it; in asynchronous exchange, where a worker whose pushes the center does not have, after
+            a load, takes the center.
         uses_error_feedback: the part of a message that a lossy wire does not send is added to the next message;
             otherwise it stays in the replica, which ``pull_sent`` moves.
         takes_outer_optimizer: an optimizer of the framework may replace ``move``: it descends on the result of
@@ -82,6 +92,7 @@ class Algorithm(ABC):
     reads_after: ClassVar[bool] = True
     uses_learning_rate: ClassVar[bool] = False
     consumed_state: ClassVar[str | None] = None
+    taken_state: ClassVar[str | None] = None
     uses_error_feedback: ClassVar[bool] = True
     takes_outer_optimizer: ClassVar[bool] = False
     needs_outer_optimizer: ClassVar[bool] = False
@@ -128,15 +139,16 @@ class Algorithm(ABC):
     def asynchronous_variant(self, size: int) -> Algorithm:
         """Return the variant for asynchronous training, in which ``size`` workers exchange one at a time.
 
-        Its ``message`` reads only the center and x, or only the worker's vectors; its ``move`` may assume that the
-        total is the message of one worker.
+        Its ``message`` reads only the center and x; or, without ``reads_before``, only x and the worker's vectors. Its
+        ``move`` runs in host memory, one bucket at a time, under a lock, and may assume that the total is the message
+        of one worker. What ``init_center`` returns is kept with the center.
 
         Raises:
             ValueError: there is no such variant, which is the default.
         """
         raise ValueError(
             f"{type(self).__name__} is for synchronous exchange, in which all workers take part. With "
-            "asynchronous=True, use elastic averaging or accumulated gradient normalization"
+            "asynchronous=True, use another algorithm, or implement `asynchronous_variant`"
         )
 
     def outer_optimizer(self, local: Optimizer, given: Optimizer | None) -> Optimizer | None:

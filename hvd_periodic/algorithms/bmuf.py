@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hvd_periodic.algorithms.base import Exchange, State
+from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.algorithms.consensus import Consensus
+from hvd_periodic.algorithms.delayed import GATHERED, Delayed, stable
 from hvd_periodic.arguments import require_momentum, require_real
 from hvd_periodic.vectors.space import VectorSpace
 
 V = TypeVar("V")
+
+SMALL_MOMENTUM = 0.4
+"""Default of η in asynchronous exchange of more than 2 workers, which may diverge with 1 − 1/n if they push in turn."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,11 @@ class BMUF(Consensus):
         x_i ← h
 
     Δ is in units of parameters. With ζ = 1 and η = 0 this is model averaging. Nesterov's form publishes the center of
-    DiLoCo with λ = ζ = 1 and μ = η.
+    DiLoCo with λ = ζ = 1 and μ = η. In asynchronous exchange the momentum waits for n pushes: see
+    :class:`DelayedBMUF`.
 
     Args:
-        block_momentum: η in [0, 1); default 1 − 1/n.
+        block_momentum: η in [0, 1); default 1 − 1/n, and in asynchronous exchange of more than 2 workers 0.4.
         block_learning_rate: ζ > 0.
         nesterov: publish the center moved ahead by the momentum; otherwise the center itself.
 
@@ -67,6 +72,15 @@ class BMUF(Consensus):
         """Return the algorithm as text, with η in place of a default."""
         return str(self).replace("block_momentum=None", f"block_momentum={self.momentum(exchange):.4g}")
 
+    def asynchronous_variant(self, size: int) -> Algorithm:
+        """Return the algorithm whose momentum waits for n pushes; warn if it is not stable."""
+        if type(self) is not BMUF:  # Subclasses may compute something else.
+            return super().asynchronous_variant(size)
+        default = 1 - 1 / size if size <= 2 else SMALL_MOMENTUM
+        momentum = default if self.block_momentum is None else self.block_momentum
+        advice = "Lower `block_momentum` or `block_learning_rate`"
+        return stable(DelayedBMUF(momentum, self.block_learning_rate, self.nesterov), size, advice)
+
     def init_center(self, space: VectorSpace[V], x: V) -> State[V]:
         """Return the center and Δ = 0."""
         return {"center": space.copy(x), "block_update": space.zeros_like(x)}
@@ -82,3 +96,45 @@ class BMUF(Consensus):
         if not self.nesterov:
             return center["center"]
         return space.axpy(self.momentum(exchange), center["block_update"], space.copy(center["center"]))
+
+
+@dataclass(frozen=True)
+class DelayedBMUF(Delayed, BMUF):
+    """BMUF of workers that exchange one at a time: its momentum moves once in n pushes; see :class:`Delayed`.
+
+        g = h_i − x_i
+        D ← D − ζ g/n
+        first n − 1 pushes:  c ← c − ζ g/n
+        the n-th push:       c ← c − ζ g/n + η Δ ;  Δ ← η Δ + D ;  D ← 0
+        x_i ← c + η Δ                          Nesterov; c without it
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_periodic.vectors.space import VectorSpace
+        >>> delayed = DelayedBMUF(0.5)
+        >>> center = delayed.init_center(VectorSpace(), np.array([0.0]))
+        >>> for completes in (False, True):
+        ...     push = Exchange(size=2, period=3, completes=completes)
+        ...     center |= delayed.move(VectorSpace(), center, np.array([2.0]), push)
+        ...     print(center["center"], center["block_update"], center["gathered"])
+        [1.] [0.] [1.]
+        [2.] [2.] [0.]
+    """
+
+    def init_center(self, space: VectorSpace[V], x: V) -> State[V]:
+        """Return the center, Δ = 0 and D = 0."""
+        return super().init_center(space, x) | {GATHERED: space.zeros_like(x)}
+
+    def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
+        """Move the center by one worker's displacement; at the end of a window by the momentum as well."""
+        share, c = self.block_learning_rate / exchange.size, center["center"]
+        gathered = space.axpy(share, total, center[GATHERED])
+        if not exchange.completes:
+            return {"center": space.axpy(share, total, c), GATHERED: gathered}
+        old = space.scale(self.momentum(exchange), center["block_update"])
+        update = space.axpy(share, total, space.copy(old))
+        return {
+            "center": space.axpy(1.0, update, c),
+            "block_update": space.axpy(1.0, gathered, old),
+            GATHERED: space.zeros_like(gathered),
+        }

@@ -55,10 +55,10 @@ class CenterFile:
         """
         communicator, root, problem = self._membership.communicator, self._membership.root, ""
         center: np.ndarray | None = None
-        header = _header(self._parts, "")
+        header = _header(self._parts, self._workers, "")
         if communicator.rank == root:
             try:
-                header = _header(self._parts, uuid.uuid4().hex)
+                header = _header(self._parts, self._workers, uuid.uuid4().hex)
                 center = self._make(header)
             except OSError as error:
                 problem = str(error)
@@ -116,7 +116,11 @@ class CenterFile:
 
     @property
     def _nbytes(self) -> int:
-        return CenterInMemory.nbytes(self._parts, [part.layout for part in self._parts])
+        return CenterInMemory.nbytes(self._parts, [part.layout for part in self._parts], self._workers)
+
+    @property
+    def _workers(self) -> int:
+        return self._membership.communicator.size
 
 
 def _locked(path: Path) -> int:
@@ -136,19 +140,19 @@ def _locked(path: Path) -> int:
     return descriptor
 
 
-def _header(parts: Sequence[ExchangedTensors], token: str) -> bytes:
+def _header(parts: Sequence[ExchangedTensors], workers: int, token: str) -> bytes:
     """Return the header of the file: the length of a JSON object, and the object, which gives the place of each tensor.
 
     In this format every byte belongs to a tensor, so unused bytes form tensors of their own.
     """
     tensors: dict[str, object] = {"__metadata__": {"format": "hvd_periodic", "token": token}}
     end = 0
-    for name, dtype, shape, start, stop in sorted(_tensors(parts), key=lambda tensor: tensor[3:]):
+    for name, dtype, shape, start, stop in sorted(_tensors(parts, workers), key=lambda tensor: tensor[3:]):
         if start > end:
             tensors[f"hvd_periodic.unused.{end}"] = _entry("U8", (start - end,), end, start)
         tensors[name] = _entry(dtype, shape, start, stop)
         end = stop
-    total = CenterInMemory.nbytes(parts, [part.layout for part in parts])
+    total = CenterInMemory.nbytes(parts, [part.layout for part in parts], workers)
     if total > end:
         tensors[f"hvd_periodic.unused.{end}"] = _entry("U8", (total - end,), end, total)
     text = json.dumps(tensors, separators=(",", ":")).encode()
@@ -160,10 +164,10 @@ def _entry(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str,
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
 
 
-def _tensors(parts: Sequence[ExchangedTensors]) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
+def _tensors(parts: Sequence[ExchangedTensors], workers: int) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
     """Yield name, dtype, shape, first byte and past-the-last byte of every tensor of the center."""
     layouts = [part.layout for part in parts]
-    for part, kind, first in CenterInMemory.arenas(parts, layouts):
+    for part, kind, first in CenterInMemory.arenas(parts, layouts, workers):
         layout = layouts[part]
         for index, spec in enumerate(layout.specs):
             if spec.kind == kind:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from hvd_periodic.algorithms.base import Algorithm, Exchange
+from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.centers.by_range import ByRange
+from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.space import ArraySpace
 from hvd_periodic.vectors.store import FlatStore
@@ -25,116 +27,258 @@ class ExchangedTensors:
         layout: layout of the whole; the first word of a kind is the numpy name of the dtype.
         algorithm: computes a transaction.
         optimized: an outer optimizer moves the center.
+        staleness_power: power p of the discount of stale messages.
     """
 
     layout: Layout
     algorithm: Algorithm
     optimized: bool = False
+    staleness_power: float = 0.0
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the vectors that are kept with the center, itself the first."""
+        kept = [] if self.optimized else self.algorithm.init_center(ArraySpace(), np.zeros(1))
+        return ("center", *(key for key in kept if key != "center"))
+
+    def discount(self, exchange: Exchange) -> float:
+        """Return the factor of a message that is staler than those of equal workers in turn.
+
+        (1 + max(0, s − (n − 1)))^−p, with the staleness s; the power is that of Xie, Koyejo, Gupta 2019, arXiv
+        1903.03934.
+        """
+        return float((1 + max(0, exchange.staleness - (exchange.size - 1))) ** -self.staleness_power)
+
+
+def numbered(parts: Sequence[ExchangedTensors], layouts: Sequence[Layout]) -> list[tuple[int, str, Bucket]]:
+    """Return part, name and bucket of all vectors that are kept with the center, in the order of their numbers.
+
+    The buckets of the center itself come first, so that they have the numbers of the buckets that are exchanged. The
+    number after the last one is that of the ledger.
+    """
+    places = [
+        (part, key, bucket)
+        for part, (tensors, layout) in enumerate(zip(parts, layouts, strict=True))
+        for key in tensors.keys
+        for bucket in layout.buckets
+    ]
+    return sorted(places, key=lambda place: place[1] != "center")
+
+
+class Ledger:
+    """Counts the pushes: of the open window of every bucket, and of every worker.
+
+    Args:
+        buckets: number of buckets that are exchanged.
+        memory: 64-bit integers, as many as :meth:`size` says.
+
+    Attributes:
+        windows: pushes to every bucket since the last window of n pushes was complete (k).
+        pushes: pushes of every worker.
+        taken: pushes of all workers when each worker last took the center.
+    """
+
+    def __init__(self, buckets: int, memory: np.ndarray) -> None:
+        self.memory = memory
+        workers = (memory.size - buckets) // 2
+        self.windows, self.pushes, self.taken = np.split(memory, [buckets, buckets + workers])
+
+    @staticmethod
+    def size(buckets: int, workers: int) -> int:
+        """Return the number of integers."""
+        return buckets + 2 * workers
+
+    def begin(self, worker: int) -> int:
+        """Count a push of a worker; return its staleness, the pushes of others since the worker took the center."""
+        total = int(self.pushes.sum())
+        staleness = total - int(self.taken[worker])
+        self.pushes[worker] += 1
+        self.taken[worker] = total + 1
+        return staleness
+
+    def save(self) -> dict[str, list[int]]:
+        """Return the counts as lists."""
+        return {name: getattr(self, name).tolist() for name in ("windows", "pushes", "taken")}
+
+    def load(self, saved: Mapping[str, list[int]], taking: Sequence[int] = ()) -> None:
+        """Set the counts to those that :meth:`save` returned; of another number of workers, only the open windows.
+
+        Args:
+            saved: the counts; empty: zeros.
+            taking: workers that take the center now.
+        """
+        for name, counts in saved.items():
+            mine = getattr(self, name, None)
+            if isinstance(mine, np.ndarray) and mine.size == len(counts):
+                mine[:] = counts
+        self.taken[list(taking)] = self.pushes.sum()
+
+    def completes(self, bucket: int, size: int) -> bool:
+        """Count a push to a bucket; return whether it completes a window of ``size`` pushes."""
+        self.windows[bucket] += 1
+        complete = bool(self.windows[bucket] >= size)
+        if complete:
+            self.windows[bucket] = 0
+        return complete
 
 
 class _Arena(NamedTuple):
-    """Bytes of a flat array: the center of a part, or the gradients for its optimizer."""
+    """Bytes of a flat array: a vector of a part, by its name, or the gradients for its optimizer."""
 
     part: int
-    of_center: bool
+    key: str
     kind: str
     start: int
     stop: int
 
 
-class CenterInMemory:
-    """One holder's share of the center.
+_TOTAL, _LEDGER = " total", " ledger"
+"""Names of arenas that are no vectors of an algorithm."""
 
-    Buckets are numbered across all parts. A transaction on a bucket takes the worker's replica x, or its message if the
-    algorithm forms the message without the center, and returns the center that the worker then pulls:
+
+class CenterInMemory:
+    """One holder's share of the center, of the vectors that an algorithm keeps with it, and a ledger of pushes.
+
+    Buckets are numbered across all parts, see :func:`numbered`. A transaction on a bucket takes the worker's replica x,
+    or its message if the algorithm forms the message without the center, and returns the center that the worker then
+    pulls:
 
         m  = message(x, publish(c))
         c' = move(c, m)              with c and x of one worker alone; n in the rates is the number of all workers
-        returned: publish(c), or c' if the algorithm pulls the moved center
+        returned: publish(c), or publish(c') if the algorithm pulls the moved center
 
     A worker that is absent for a tensor pulls it, and its message is 0.
 
     Args:
         parts: tensors that are exchanged.
         shares: the layout of this holder's share of each part.
+        workers: number of workers.
         buffer: ``uint8`` memory of :meth:`nbytes`.
 
     Attributes:
-        buckets: the share of each bucket.
+        buckets: the shares of all buckets, by number; the last one is the ledger.
+        count: number of buckets that are exchanged, the first ones.
         optimized: number of buckets, the first ones, that an outer optimizer moves.
+        ledger: counts pushes.
     """
 
-    def __init__(self, parts: Sequence[ExchangedTensors], shares: Sequence[Layout], buffer: np.ndarray) -> None:
-        self._space = ArraySpace()
-        self.buckets = [bucket for share in shares for bucket in share.buckets]
-        self._part_of = [index for index, share in enumerate(shares) for _ in share.buckets]
-        self.optimized = len(shares[0].buckets) if parts[0].optimized else 0
+    def __init__(
+        self, parts: Sequence[ExchangedTensors], shares: Sequence[Layout], workers: int, buffer: np.ndarray
+    ) -> None:
+        self.space = ArraySpace()
         self.parts = list(parts)
-        self.centers: list[FlatStore[Any]] = []
+        self._places = numbered(parts, shares)
+        self.count = sum(len(share.buckets) for share in shares)
+        self.optimized = len(shares[0].buckets) if parts[0].optimized else 0
+        self.vectors: list[dict[str, FlatStore[Any]]] = [{} for _ in parts]
+        """The vectors of every part, by name."""
         self.total: FlatStore[Any] | None = None
         """The gradient for the outer optimizer, if one moves the center; of the first part only."""
-        pieces = _pieces(parts, shares)
+        self._by_range = [ByRange(part.algorithm, cast(Any, self), part.layout) for part in parts]
+        pieces = _pieces(parts, shares, workers)
 
         def arena(kind: str, size: int) -> np.ndarray:
             piece = next(pieces)
             return buffer[piece.start : piece.stop].view(kind.split()[0])
 
-        for part, share in zip(parts, shares, strict=True):
-            self.centers.append(FlatStore(share, arena))
+        for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
+            for key in part.keys:
+                self.vectors[index][key] = FlatStore(share, arena)
             if part.optimized:
                 self.total = FlatStore(share, arena)
+        self.ledger = Ledger(self.count, arena("int64", Ledger.size(self.count, workers)))
+        of_ledger = ledger_bucket(len(self._places), self.ledger.memory.size)
+        self.buckets = [*(bucket for _, _, bucket in self._places), of_ledger]
 
     @staticmethod
-    def nbytes(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> int:
+    def nbytes(parts: Sequence[ExchangedTensors], shares: Sequence[Layout], workers: int) -> int:
         """Return the number of bytes that shares of these parts take."""
-        return max((piece.stop for piece in _pieces(parts, shares)), default=0)
+        return max(piece.stop for piece in _pieces(parts, shares, workers))
 
     @staticmethod
-    def arenas(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> Iterator[tuple[int, str, int]]:
-        """Yield part, kind and first byte of every flat array of the center, but not of arrays of gradients."""
-        for piece in _pieces(parts, shares):
-            if piece.of_center:
+    def arenas(
+        parts: Sequence[ExchangedTensors], shares: Sequence[Layout], workers: int
+    ) -> Iterator[tuple[int, str, int]]:
+        """Yield part, kind and first byte of every flat array of the center itself."""
+        for piece in _pieces(parts, shares, workers):
+            if piece.key == "center":
                 yield piece.part, piece.kind, piece.start
+
+    def lock_of(self, index: int) -> int:
+        """Return the number of the lock of a bucket: all vectors of a bucket of the center have the lock of that."""
+        if index >= len(self._places):
+            return self.count
+        part, _, bucket = self._places[index]
+        return self._first(part) + bucket.index
 
     def read(self, index: int) -> np.ndarray:
         """Return a copy of a bucket."""
-        part, bucket = self._part_of[index], self.buckets[index]
-        return np.array(self.centers[part].read(bucket))
+        if index >= len(self._places):
+            return self.ledger.memory.copy()
+        part, key, bucket = self._places[index]
+        return np.array(self.vectors[part][key].read(bucket))
 
     def write(self, index: int, values: np.ndarray) -> None:
         """Set a bucket."""
-        part, bucket = self._part_of[index], self.buckets[index]
-        self.centers[part].write(bucket, values)
+        if index >= len(self._places):
+            self.ledger.memory[:] = values
+            return
+        part, key, bucket = self._places[index]
+        self.vectors[part][key].write(bucket, values)
 
     def set_total(self, index: int, message: np.ndarray, exchange: Exchange) -> None:
         """Store the gradient for the outer optimizer."""
-        part, bucket = self._part_of[index], self.buckets[index]
+        part, _, bucket = self._places[index]
         if self.total is not None:
-            self.total.write(bucket, self.parts[part].algorithm.gradient(self._space, message, exchange))
+            self.total.write(bucket, self.parts[part].algorithm.gradient(self.space, message, exchange))
 
     def transact(self, index: int, payload: np.ndarray, exchange: Exchange) -> np.ndarray:
         """Run one transaction; return a copy of the vector that the worker pulls."""
-        part, bucket = self._part_of[index], self.buckets[index]
-        algorithm, space = self.parts[part].algorithm, self._space
-        center = {"center": self.centers[part].read(bucket)}
+        part, _, bucket = self._places[index]
+        tensors, space, stores = self.parts[part], self.space, self.vectors[part]
+        algorithm, center = tensors.algorithm, {key: store.read(bucket) for key, store in stores.items()}
         before = np.array(algorithm.publish(space, center, exchange)) if algorithm.reads_before else payload
         message = payload
         if algorithm.reads_before:
             message, _ = algorithm.message(space, payload, {}, before, exchange)
             if exchange.presence:
                 message = self._of_present(part, bucket, message, exchange)
-        moved = algorithm.move(space, center, message, exchange)["center"]
-        if moved is not center["center"]:
-            self.centers[part].write(bucket, moved)
-        return np.array(algorithm.publish(space, {"center": moved}, exchange)) if algorithm.reads_after else before
+        discount = tensors.discount(exchange)
+        message = message if discount == 1 else space.scale(discount, message)
+        exchange = replace(exchange, completes=self.ledger.completes(index, exchange.size))
+        moved = self._moved(part, bucket, center, message, exchange)
+        for key, vector in moved.items():
+            if vector is not center[key]:
+                stores[key].write(bucket, vector)
+        return np.array(algorithm.publish(space, center | moved, exchange)) if algorithm.reads_after else before
+
+    def _moved(
+        self, part: int, bucket: Bucket, center: State[Any], message: np.ndarray, exchange: Exchange
+    ) -> State[Any]:
+        """Return the changes to the vectors of a bucket, range by range if the algorithm uses learning rates."""
+        algorithm, rates = self.parts[part].algorithm, exchange.rates
+        if not algorithm.uses_learning_rate:
+            return algorithm.move(self.space, center, message, exchange)
+        layout, alone = self.vectors[part]["center"].layout, replace(exchange, presence={})
+        return self._by_range[part].move(layout, bucket, center, message, alone, LearningRates(lambda: rates))
 
     def _of_present(self, part: int, bucket: Bucket, message: np.ndarray, exchange: Exchange) -> np.ndarray:
         """Return a message with zeros for the tensors for which the worker is absent."""
-        specs, layout, present = self.parts[part].layout.specs, self.centers[part].layout, message.copy()
+        specs, layout = self.parts[part].layout.specs, self.vectors[part]["center"].layout
+        present = message.copy()
         for start, stop, weight in layout.constant_ranges(bucket, lambda i: exchange.presence.get(specs[i].name, 1.0)):
             if not weight:
                 present[start:stop] = 0
         return present
+
+    def _first(self, part: int) -> int:
+        """Return the number of the first bucket of a part."""
+        return sum(len(self.vectors[before]["center"].layout.buckets) for before in range(part))
+
+
+def ledger_bucket(index: int, size: int) -> Bucket:
+    """Return the bucket of a ledger."""
+    return Bucket(index, "int64", 0, size, 8, ())
 
 
 def empty(bucket: Bucket) -> np.ndarray:
@@ -142,13 +286,19 @@ def empty(bucket: Bucket) -> np.ndarray:
     return np.empty(bucket.size, bucket.kind.split()[0])
 
 
-def _pieces(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> Iterator[_Arena]:
+def _pieces(parts: Sequence[ExchangedTensors], shares: Sequence[Layout], workers: int) -> Iterator[_Arena]:
     """Yield the arenas in the order in which a center allocates them."""
     position = 0
+
+    def arena(part: int, key: str, kind: str, nbytes: int) -> _Arena:
+        nonlocal position
+        start = position
+        position = -(-(start + nbytes) // _ALIGNMENT) * _ALIGNMENT
+        return _Arena(part, key, kind, start, start + nbytes)
+
     for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
         itemsizes = {bucket.kind: bucket.itemsize for bucket in share.buckets}
-        for of_center in (True, False) if part.optimized else (True,):
+        for key in (*part.keys, *([_TOTAL] if part.optimized else [])):
             for kind, size in share.arenas.items():
-                stop = position + size * itemsizes.get(kind, 1)
-                yield _Arena(index, of_center, kind, position, stop)
-                position = -(-stop // _ALIGNMENT) * _ALIGNMENT
+                yield arena(index, key, kind, size * itemsizes.get(kind, 1))
+    yield arena(-1, _LEDGER, "int64", 8 * Ledger.size(sum(len(share.buckets) for share in shares), workers))

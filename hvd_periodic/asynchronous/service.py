@@ -7,12 +7,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
-from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors, empty
+from hvd_periodic.asynchronous.center_in_memory import (
+    CenterInMemory,
+    ExchangedTensors,
+    Ledger,
+    empty,
+    ledger_bucket,
+    numbered,
+)
 from hvd_periodic.asynchronous.transport import Transport, bind
 from hvd_periodic.comm.transports import LONG, SHORT, Messages
 from hvd_periodic.outer.framework import OuterOptimizer
@@ -21,9 +29,10 @@ from hvd_periodic.vectors.layout import Bucket, Layout
 _REQUEST, _ANSWER, _PAYLOAD = 0, 1, 8
 """Tags of a request and of its answer; the tag of bucket i is ``_PAYLOAD + 2 i``, the tag of its reply one more."""
 
-_BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE = range(6)
+_BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE, _RATES = range(7)
 """Requests, of five integers. ``_BEGIN`` describes the exchange of the payloads to follow; the first holder answers.
-Before it comes ``_PRESENCE`` if the worker may be absent for some tensors."""
+Before it come ``_PRESENCE`` if the worker may be absent for some tensors, and ``_RATES`` if the algorithm uses the
+worker's learning rates, one of float64 per tensor of the first part."""
 
 _PAUSE = 0.05
 """Seconds between two polls for messages while the service is paused."""
@@ -42,7 +51,8 @@ class ServiceTransport(Transport):
         requests: messages from workers.
         replies: messages from holders; separate, because a rank may be both.
         parts: tensors that are exchanged.
-        holders: the ranks that hold the center; the first of them counts pushes.
+        workers: number of workers.
+        holders: the ranks that hold the center; the first of them tells the staleness of a push.
         bounds: returns the bounds of each holder's share of a bucket.
         optimizer: optimizer of the center, if there is one.
         center: memory for this rank's share of the center. Default: allocated here.
@@ -53,6 +63,7 @@ class ServiceTransport(Transport):
         requests: Messages,
         replies: Messages,
         parts: Sequence[ExchangedTensors],
+        workers: int,
         holders: Sequence[int],
         bounds: Bounds,
         optimizer: OuterOptimizer,
@@ -61,9 +72,12 @@ class ServiceTransport(Transport):
         self._requests, self._replies = requests, replies
         self._rank = requests.rank
         self._holders = list(holders)
-        self._buckets = [bucket for part in parts for bucket in part.layout.buckets]
+        self._buckets = [bucket for _, _, bucket in numbered(parts, [part.layout for part in parts])]
         self._bounds = [bounds(bucket) for bucket in self._buckets]
-        self._seen = 0
+        self._count = sum(len(part.layout.buckets) for part in parts)
+        size = Ledger.size(self._count, workers)  # Every holder has its own ledger.
+        self._buckets.append(ledger_bucket(len(self._buckets), size))
+        self._bounds.append([(0, size) for _ in self._holders])
         place = self._holders.index(self._rank) if self._rank in self._holders else None
 
         def owned(bucket: Bucket) -> tuple[int, int]:
@@ -71,8 +85,8 @@ class ServiceTransport(Transport):
 
         shares = [_share(part.layout, owned) for part in parts]
         if center is None:
-            center = np.zeros(CenterInMemory.nbytes(parts, shares), np.uint8)
-        shard = CenterInMemory(parts, shares, center)
+            center = np.zeros(CenterInMemory.nbytes(parts, shares, workers), np.uint8)
+        shard = CenterInMemory(parts, shares, workers, center)
         self._optimized = shard.optimized
         bind(optimizer, shard)
         self._service = None if place is None else _Service(requests, replies, shard, optimizer)
@@ -82,14 +96,13 @@ class ServiceTransport(Transport):
 
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Send bucket by bucket, and receive the buckets that the worker pulls."""
-        counts = self._begin(exchange)
+        staleness = self._begin(exchange)
         optimized = [next(payloads) for _ in range(self._optimized)]
         if optimized:
-            yield from self._step(optimized, exchange)
-        for index in range(self._optimized, len(self._bounds)):
-            yield self._transact(index, next(payloads), exchange)
-        pushes = counts()
-        self.missed, self._seen = pushes - self._seen, pushes + 1
+            yield from self._step(optimized)
+        for index in range(self._optimized, self._count):
+            yield self._transact(index, next(payloads))
+        self.missed = staleness()
 
     def read(self, index: int) -> np.ndarray:
         """Ask every holder for its share of a bucket."""
@@ -101,6 +114,8 @@ class ServiceTransport(Transport):
                 reply = self._replies.receive(values[start:stop], holder, _tag(index) + 1)
                 self._request(holder, _READ, index)
                 self._requests.wait(reply)
+            if stop - start == values.size:  # The other holders have nothing, or ledgers that count the same.
+                break
         return values
 
     def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
@@ -158,23 +173,25 @@ class ServiceTransport(Transport):
         return self._service
 
     def _begin(self, exchange: Exchange) -> Callable[[], int]:
-        """Announce the payloads of an exchange; return a function that waits for the number of pushes before it."""
-        sent = []
+        """Announce the payloads of an exchange; return a function that waits for its staleness."""
+        sent, own = [], 0
         for place, holder in enumerate(self._holders):
             if holder != self._rank:
                 if exchange.presence:
                     self._request(holder, _PRESENCE)
                     data = np.frombuffer(pickle.dumps(exchange.presence), np.uint8)
                     self._requests.wait(self._requests.send(data, holder, _ANSWER))
+                if exchange.rates:
+                    self._request(holder, _RATES)
+                    rates = np.array(exchange.rates, np.float64)
+                    self._requests.wait(self._requests.send(rates, holder, _ANSWER))
                 header = np.array([_BEGIN, place, exchange.gradients, exchange.size, 0], np.int64)
                 header[4:].view(np.float64)[0] = exchange.period
                 sent.append(self._requests.send(header, holder, _REQUEST))
-            elif place > 0:
-                self._own.count()
+            else:
+                own = self._own.begin(self._rank, exchange)
         first = self._holders[0]
-        if first == self._rank:
-            before = self._own.count()
-        else:
+        if first != self._rank:
             counts = np.empty(1, np.int64)
             reply = self._replies.receive(counts, first, _ANSWER)
 
@@ -182,29 +199,29 @@ class ServiceTransport(Transport):
             for request in sent:
                 self._requests.wait(request)
             if first == self._rank:
-                return before
+                return own
             self._requests.wait(reply)
             return int(counts[0])
 
         return wait
 
-    def _transact(self, index: int, payload: np.ndarray, exchange: Exchange) -> np.ndarray:
+    def _transact(self, index: int, payload: np.ndarray) -> np.ndarray:
         pulled = np.empty_like(payload)
         requests = self._exchange_with_others(index, payload, pulled)
         for holder, start, stop in self._slices(index):
             if holder == self._rank:
-                pulled[start:stop] = self._own.transact(index, payload[start:stop], exchange)
+                pulled[start:stop] = self._own.transact(index, payload[start:stop], self._rank)
         for request in requests:
             self._requests.wait(request)
         return pulled
 
-    def _step(self, payloads: list[np.ndarray], exchange: Exchange) -> Iterator[np.ndarray]:
+    def _step(self, payloads: list[np.ndarray]) -> Iterator[np.ndarray]:
         pulled = [np.empty_like(payload) for payload in payloads]
         requests = [self._exchange_with_others(index, payloads[index], pulled[index]) for index in range(len(payloads))]
         for place, holder in enumerate(self._holders):
             if holder == self._rank:
                 parts = [payload[slice(*self._bounds[i][place])] for i, payload in enumerate(payloads)]
-                for i, part in enumerate(self._own.step(parts, exchange)):
+                for i, part in enumerate(self._own.step(parts, self._rank)):
                     pulled[i][slice(*self._bounds[i][place])] = part
         for index, pending in enumerate(requests):
             for request in pending:
@@ -242,13 +259,13 @@ class _Service:
         optimizer: OuterOptimizer,
     ) -> None:
         self._center = center
-        self._pushes = 0
         self._requests, self._replies = requests, replies
         self._optimizer = optimizer
         self._first = next((i for i in range(center.optimized) if center.buckets[i].size), -1)
         self._stepped = False
         self._exchanges: dict[int, Exchange] = {}
         self._presence: dict[int, Mapping[str, float | None]] = {}
+        self._rates: dict[int, list[float]] = {}
         self._sending: list[tuple[Any, Any]] = []
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -261,20 +278,22 @@ class _Service:
         self._stopping.set()
         self._thread.join()
 
-    def count(self) -> int:
-        """Return the pushes so far, and count one more."""
+    def begin(self, worker: int, exchange: Exchange) -> int:
+        """Count a push of a worker, and note what is known of it; return its staleness."""
         with self._lock:
-            self._pushes += 1
-            return self._pushes - 1
+            staleness = self._center.ledger.begin(worker)
+            self._exchanges[worker] = replace(exchange, staleness=staleness)
+            return staleness
 
-    def transact(self, index: int, payload: np.ndarray, exchange: Exchange) -> np.ndarray:
-        """Run one transaction."""
+    def transact(self, index: int, payload: np.ndarray, worker: int) -> np.ndarray:
+        """Run one transaction of a worker."""
         with self._lock:
-            return self._center.transact(index, payload, exchange)
+            return self._center.transact(index, payload, self._exchanges[worker])
 
-    def step(self, messages: Sequence[np.ndarray], exchange: Exchange) -> list[np.ndarray]:
+    def step(self, messages: Sequence[np.ndarray], worker: int) -> list[np.ndarray]:
         """Apply the messages of one worker with the optimizer; return copies of the center."""
         with self._lock:
+            exchange = self._exchanges[worker]
             for index, message in enumerate(messages):
                 self._center.set_total(index, message, exchange)
             self._optimizer.step()
@@ -339,7 +358,7 @@ class _Service:
         if index == self._first:
             self._serve_step(arrival.source, payload)
         else:
-            self._send(self.transact(index, payload, self._exchanges[arrival.source]), arrival.source, _tag(index) + 1)
+            self._send(self.transact(index, payload, arrival.source), arrival.source, _tag(index) + 1)
         return True
 
     def _serve_step(self, source: int, first: np.ndarray) -> None:
@@ -351,7 +370,7 @@ class _Service:
                 if payload.size:
                     self._requests.wait(self._requests.receive(payload, source, _tag(index)))
             messages.append(payload)
-        for index, part in enumerate(self.step(messages, self._exchanges[source])):
+        for index, part in enumerate(self.step(messages, source)):
             if part.size:
                 self._send(part, source, _tag(index) + 1)
 
@@ -359,11 +378,11 @@ class _Service:
         operation, index = int(header[0]), int(header[1])
         if operation == _BEGIN:
             period = float(header[4:].view(np.float64)[0])
-            presence = self._presence.pop(source, {})
-            self._exchanges[source] = Exchange(int(header[3]), period, int(header[2]), presence=presence)
-            before = self.count()
+            presence, rates = self._presence.pop(source, {}), self._rates.pop(source, [])
+            exchange = Exchange(int(header[3]), period, int(header[2]), presence=presence, rates=rates)
+            staleness = self.begin(source, exchange)
             if index == 0:
-                self._send(np.array([before], np.int64), source, _ANSWER)
+                self._send(np.array([staleness], np.int64), source, _ANSWER)
         elif operation == _READ:
             self._send(self.read(index), source, _tag(index) + 1)
         elif operation == _STATE:
@@ -375,6 +394,10 @@ class _Service:
             self._send(np.zeros(1, np.uint8), source, _ANSWER)
         elif operation == _PRESENCE:
             self._presence[source] = pickle.loads(self._requests.receive_bytes(source, _ANSWER))
+        elif operation == _RATES:
+            of_tensors = np.empty(len(self._center.parts[0].layout.specs), np.float64)
+            self._requests.wait(self._requests.receive(of_tensors, source, _ANSWER))
+            self._rates[source] = of_tensors.tolist()
         elif operation == _LOAD:
             self.load(pickle.loads(self._requests.receive_bytes(source, _ANSWER)))
             self._send(np.zeros(1, np.uint8), source, _ANSWER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ class Transport(ABC):
 
     Attributes:
         description: describes the transport, for the log.
-        missed: pushes of other workers between this worker's last two: the staleness of the last exchange.
+        missed: the staleness of the last exchange: pushes of other workers since this worker took the center before.
     """
 
     description: str
@@ -35,11 +36,11 @@ class Transport(ABC):
 
     @abstractmethod
     def read(self, index: int) -> np.ndarray:
-        """Return a copy of a bucket of the center."""
+        """Return a copy of a bucket of a vector that is kept with the center, or of the ledger, by its number."""
 
     @abstractmethod
     def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
-        """Set the whole center and the state of its optimizer (None: a new state); on one rank."""
+        """Set all that is kept with the center, and the state of its optimizer (None: a new state); on one rank."""
 
     @abstractmethod
     def optimizer_state(self) -> Any:
@@ -53,8 +54,8 @@ class Transport(ABC):
         """Release everything once all ranks are done."""
 
 
-_PUSHES, _STEPPED, _HEADER = 0, 1, 8
-"""Positions in the header, in 64-bit integers: pushes so far, and whether the center's optimizer has stepped."""
+_STEPPED, _HEADER = 1, 8
+"""A header of 64-bit integers: the position of the mark that the center's optimizer has stepped, and the size."""
 
 
 class MemoryTransport(Transport):
@@ -65,6 +66,7 @@ class MemoryTransport(Transport):
     Args:
         allocate: returns shared memory of a given number of bytes.
         parts: tensors that are exchanged.
+        worker: the rank of this worker, and the number of workers.
         optimizer: optimizer of the center, if there is one.
         shapes: shape and dtype of the arrays of its state.
         use_locking: whether transactions exclude each other. Without locking, additions that collide may be lost.
@@ -75,6 +77,7 @@ class MemoryTransport(Transport):
         self,
         allocate: Callable[[int], SharedMemory],
         parts: Sequence[ExchangedTensors],
+        worker: tuple[int, int],
         optimizer: OuterOptimizer,
         shapes: Sequence[tuple[tuple[int, ...], str]],
         use_locking: bool,
@@ -83,8 +86,9 @@ class MemoryTransport(Transport):
         shares = [part.layout for part in parts]
         self._optimizer = optimizer
         self._use_locking = use_locking
+        self._rank, workers = worker
         header = 8 * _HEADER
-        end = header + (CenterInMemory.nbytes(parts, shares) if center is None else 0)
+        end = header + (CenterInMemory.nbytes(parts, shares, workers) if center is None else 0)
         sizes = [int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for shape, dtype in shapes]
         offsets = [end + 64]
         for size in sizes:
@@ -93,21 +97,19 @@ class MemoryTransport(Transport):
         self.description = self._memory.description
         buffer = self._memory.buffer
         self._header = buffer[:header].view(np.int64)
-        self._center = CenterInMemory(parts, shares, buffer[header:end] if center is None else center)
-        self._count, self._optimized = len(self._center.buckets), self._center.optimized
+        self._center = CenterInMemory(parts, shares, workers, buffer[header:end] if center is None else center)
+        self._count, self._optimized = self._center.count, self._center.optimized
         self._state = [
             buffer[start : start + size].view(dtype).reshape(shape)
             for (shape, dtype), size, start in zip(shapes, sizes, offsets[:-1], strict=True)
         ]
         bind(optimizer, self._center)
-        self._seen = 0
 
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Run the transactions in shared memory, bucket by bucket."""
         with self._memory.lock(self._count):
-            pushes = int(self._header[_PUSHES])
-            self._header[_PUSHES] += 1
-        self.missed, self._seen = pushes - self._seen, pushes + 1
+            self.missed = self._center.ledger.begin(self._rank)
+        exchange = replace(exchange, staleness=self.missed)
         if self._optimized:
             yield from self._step(payloads, exchange)
         for index in range(self._optimized, self._count):
@@ -162,10 +164,10 @@ class MemoryTransport(Transport):
         yield from pulled
 
     def _locked(self, index: int) -> AbstractContextManager[object]:
-        return self._memory.lock(index) if self._use_locking else nullcontext()
+        return self._memory.lock(self._center.lock_of(index)) if self._use_locking else nullcontext()
 
 
 def bind(optimizer: OuterOptimizer, held: CenterInMemory) -> None:
     """Bind the optimizer to a center, if the algorithm has one."""
     if held.total is not None:
-        optimizer.bind_host(held.centers[0], held.total, held.parts[0].layout)
+        optimizer.bind_host(held.vectors[0]["center"], held.total, held.parts[0].layout)

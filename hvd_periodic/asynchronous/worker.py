@@ -7,8 +7,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_file import CenterFile
-from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors
+from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors, Ledger, numbered
 from hvd_periodic.asynchronous.service import ServiceTransport
 from hvd_periodic.asynchronous.transport import MemoryTransport, Transport
 from hvd_periodic.centers.base import Placement
@@ -52,14 +53,19 @@ class RemoteCenter(Placement):
         communicator: the ranks.
         root: the rank that starts and restores the center.
         worker: has the transport to the center.
-        first: number of the first bucket of the part, counted across all parts.
+        part: number of the part.
+        key: name of the vector.
     """
 
     name = "asynchronous"
 
-    def __init__(self, communicator: Communicator, root: int, worker: Worker, first: int) -> None:
+    def __init__(self, communicator: Communicator, root: int, worker: Worker, part: int, key: str = "center") -> None:
         super().__init__(communicator, root)
-        self._worker, self._first = worker, first
+        self._worker, self._part, self._key = worker, part, key
+
+    def of_vector(self, key: str) -> Placement:
+        """Return where another vector of the center lives."""
+        return RemoteCenter(self._worker.communicator, self._root, self._worker, self._part, key)
 
     def bounds(self, bucket: Bucket) -> tuple[int, int]:
         """Return empty bounds: no element is on this side of the transport."""
@@ -67,7 +73,7 @@ class RemoteCenter(Placement):
 
     def fetch(self, communicator: Communicator, share: Any, bucket: Bucket, name: str, out: Any) -> Any:
         """Read a bucket through the transport."""
-        return self._worker.read(self._first + bucket.index, bucket)
+        return self._worker.read(self._worker.number(self._part, self._key, bucket), bucket)
 
     def reduce(self, communicator: Communicator, buffer: Any, name: str, op: str) -> Callable[[], Any]:
         """Raise: there are no reductions."""
@@ -115,11 +121,10 @@ class Worker:
         self._final: list[np.ndarray] | None = None
         self.interrupted = False
         self.on_pull: Callable[[TensorGroup[Any], Bucket, Any, Exchange], None] | None = None
-        firsts = np.cumsum([0, *(len(part.layout.buckets) for part in parts)]).tolist()
-        self._count = firsts[-1]
+        self._places = numbered(parts, [part.layout for part in parts])
+        self._numbers = {(part, key, bucket.index): i for i, (part, key, bucket) in enumerate(self._places)}
         self.placements = [
-            RemoteCenter(membership.communicator, membership.root, self, first)
-            for first, _ in zip(firsts, parts, strict=False)
+            RemoteCenter(membership.communicator, membership.root, self, part) for part in range(len(parts))
         ]
         self._shapes: list[tuple[tuple[int, ...], str]] = []
         if parts[0].optimized:
@@ -165,7 +170,8 @@ class Worker:
         try:
             center = self._center_in_file(everywhere=True)
             allocate = self.communicator.shared_memory
-            return MemoryTransport(allocate, self._parts, self._outer, self._shapes, self._use_locking, center)
+            worker = self.communicator.rank, self.communicator.size
+            return MemoryTransport(allocate, self._parts, worker, self._outer, self._shapes, self._use_locking, center)
         except NoSharedMemoryError as error:
             if _requested_transport() == "window":
                 raise RuntimeError(
@@ -187,7 +193,8 @@ class Worker:
 
         center = self._center_in_file(everywhere=False)
         requests, replies = communicator.messages(), communicator.messages()
-        return ServiceTransport(requests, replies, self._parts, holders, bounds, self._outer, center)
+        workers = communicator.size
+        return ServiceTransport(requests, replies, self._parts, workers, holders, bounds, self._outer, center)
 
     def _center_in_file(self, everywhere: bool) -> np.ndarray | None:
         """Return the memory of a center in a file, on the ranks that hold it; None if there is no file."""
@@ -223,10 +230,16 @@ class Worker:
                 if self.on_pull is not None:
                     self.on_pull(part, bucket, center, exchange)
                 part.pull(bucket, center, exchange)
+            for part in parts:
+                part.remember_taken()
         return sum(bucket.nbytes for _, bucket in buckets)
 
+    def number(self, part: int, key: str, bucket: Bucket) -> int:
+        """Return the number of a bucket of a vector, see :func:`~.center_in_memory.numbered`."""
+        return self._numbers[part, key, bucket.index]
+
     def read(self, index: int, bucket: Bucket) -> Any:
-        """Return bucket ``index`` of the center, counted across all parts, as a vector of the front end."""
+        """Return the bucket of a number as a vector of the front end."""
         if self._final is not None:
             return self._replica.from_host(self._final[index], bucket)
         return self._replica.from_host(self.transport.read(index), bucket)
@@ -242,6 +255,18 @@ class Worker:
         if not self.communicator.alive():
             raise RuntimeError("The state of the center's optimizer was lost with hvd.shutdown(): save it before")
         return self.transport.optimizer_state()
+
+    def pushes(self) -> dict[str, Any]:
+        """Return the ledger of pushes, and the rank of this worker, for a checkpoint."""
+        memory = self._final[-1] if self._final is not None else self.transport.read(len(self._places))
+        return {"worker": self.communicator.rank, **self._ledger(memory).save()}
+
+    def _ledger(self, memory: np.ndarray | None = None) -> Ledger:
+        """Return a ledger in some memory; by default one that counts from zero."""
+        count = sum(len(part.layout.buckets) for part in self._parts)
+        if memory is None:
+            memory = np.zeros(Ledger.size(count, self.communicator.size), np.int64)
+        return Ledger(count, memory)
 
     def facts(self) -> dict[str, object]:
         """Return the values on which all ranks must agree.
@@ -262,30 +287,59 @@ class Worker:
         return self._final is not None
 
     def start(self, parts: Sequence[TensorGroup[Any]]) -> None:
-        """Set the center to the root's replica; collective."""
+        """Set the center, and the vectors that are kept with it, to those of the root's replica; collective."""
         self.resume_training()
+
+        def buckets() -> Iterator[np.ndarray]:
+            for part, key, bucket in self._places:
+                vector = parts[part].initial_center(parts[part].values.read(bucket))[key]
+                yield self._replica.to_host(vector, bucket)
+            yield self._ledger().memory
+
         if self.membership.is_root:
-            self.transport.write(
-                self._replica.to_host(part.values.read(bucket), bucket)
-                for part in parts
-                for bucket in part.values.layout.buckets
-            )
+            self.transport.write(buckets())
         self._wait_for_root()
 
-    def resume(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any] | None) -> None:
-        """Set the center to the state that the root has loaded, or else to the root's replica; collective."""
+    def resume(
+        self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any] | None, each_its_own: bool = True
+    ) -> None:
+        """Set the center to the state that the root has loaded, or else to the root's replica; collective.
+
+        If each worker goes on from a state of its own, one whose pushes in that state are not those in the root's takes
+        the center, and so do all if their number has changed: of an algorithm for which workers keep what they took.
+        """
         membership = self.membership
         if membership.is_root and state is None:
             text = "No center was saved with the replica of rank %d: the center starts from that replica"
             membership.log.warning(text, membership.root)
-        has_center = self.communicator.allgather_object(state is not None, f"hvd_periodic.{membership.number}.center")
-        if not has_center[membership.root]:
+        rank = self.communicator.rank
+        own = None if state is None else state.get("pushes") or {}
+        loaded = self.communicator.allgather_object(own, f"hvd_periodic.{membership.number}.center")
+        known = loaded[membership.root]
+        if known is None:
             self.start(parts)
             return
         self.resume_training()
+        lacking = {}
+        if each_its_own and parts[0].algorithm.taken_state is not None:
+            reasons = (_lack(worker, each, known, len(loaded)) for worker, each in enumerate(loaded))
+            lacking = {worker: reason for worker, reason in enumerate(reasons) if reason}
         if membership.is_root and state is not None:
-            self.transport.write(self._saved(parts, state), state["center_optimizer"])
+            self.transport.write(self._saved(parts, state, list(lacking)), state["center_optimizer"])
         self._wait_for_root()
+        if rank in lacking:
+            membership.log.warning(
+                "Rank %d takes the center, and what it had not pushed is lost: %s",
+                membership.global_rank,
+                lacking[rank],
+            )
+            self.take(parts)
+
+    def take(self, parts: Sequence[TensorGroup[Any]]) -> None:
+        """Set the replica to the center, for algorithms for which workers keep what they took."""
+        for part in parts:
+            if part.algorithm.taken_state is not None:
+                part.take_center(Exchange(self.communicator.size, period=1))
 
     def check(self, state: dict[str, Any]) -> None:
         """Check a state before it is loaded.
@@ -310,12 +364,18 @@ class Worker:
         """Use a saved state as the center for reading, until training continues."""
         self._final = list(self._saved(parts, state))
 
-    def _saved(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any]) -> Iterator[np.ndarray]:
-        for part in parts:
-            store = self._replica.new_temporary_store(part.values.layout)
-            self._replica.load(store, state["vectors"][part.name]["center"])
-            for bucket in part.values.layout.buckets:
+    def _saved(
+        self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any], taking: Sequence[int] = ()
+    ) -> Iterator[np.ndarray]:
+        """Yield what a state has of all vectors, by number, and the ledger, in which some workers take the center."""
+        for (part, key), of_vector in groupby(self._places, lambda place: place[:2]):
+            store = self._replica.new_temporary_store(self._parts[part].layout)
+            self._replica.load(store, state["vectors"][parts[part].name][key])
+            for _, _, bucket in of_vector:
                 yield self._replica.to_host(store.read(bucket), bucket)
+        ledger = self._ledger()
+        ledger.load(state.get("pushes") or {}, taking)
+        yield ledger.memory
 
     def finish(self) -> None:
         """Wait until all workers are done, and keep the final center; collective."""
@@ -323,7 +383,7 @@ class Worker:
         with self.communicator.tracker.at("finalize() of asynchronous exchange"):
             self.communicator.idle_barrier(self.membership.number)
             self._log_dead_ranks()
-            self._final = [self.transport.read(index) for index in range(self._count)]
+            self._final = [self.transport.read(index) for index in range(len(self._places) + 1)]
             self.communicator.idle_barrier(self.membership.number)
         if self._file is not None:
             self._file.release()
@@ -358,6 +418,27 @@ class Worker:
                 titled(lost),
             )
         self._lost = lost
+
+
+def _lack(worker: int, own: Mapping[str, Any] | None, known: Mapping[str, Any], workers: int) -> str:
+    """Return why what a worker has loaded does not belong to the center; empty if it does.
+
+    Args:
+        worker: its rank.
+        own: the ledger in the state that it has loaded; None if there is no such state.
+        known: the ledger of the center.
+        workers: number of workers.
+    """
+    pushes = known.get("pushes", [])
+    if len(pushes) != workers:
+        return f"the state is one of {len(pushes)} workers, and there are {workers}"
+    if not own:
+        return "it has loaded no state"
+    if own["worker"] != worker:
+        return f"it has loaded the state of rank {own['worker']}"
+    if own["pushes"][worker] != pushes[worker]:
+        return f"its state is one after {own['pushes'][worker]} pushes, and the center has {pushes[worker]} of them"
+    return ""
 
 
 def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[None]:

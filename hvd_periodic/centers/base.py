@@ -49,6 +49,10 @@ class Placement(ABC):
     def bounds(self, bucket: Bucket) -> tuple[int, int]:
         """Return the first and past-the-last element that this rank holds, counted within the bucket."""
 
+    def of_vector(self, key: str) -> Placement:
+        """Return the placement of a vector that is kept with the center, by name: by default this one."""
+        return self
+
     def share(self, layout: Layout) -> Layout:
         """Return the layout of the elements that this rank holds."""
         whole = all(self.bounds(bucket) == (0, bucket.size) for bucket in layout.buckets)

@@ -221,7 +221,8 @@ class TensorGroup(Generic[V]):
 
     def fetch(self, bucket: Bucket, key: str = "center") -> V:
         """Return a whole bucket of a vector of the center; collective, unless the center is everywhere."""
-        return self._gather(bucket, self.center_state[key].read(self._shard_of(bucket)))
+        shard = self.center_state[key].read(self._shard_of(bucket))
+        return self._gather(bucket, shard, self.placement.of_vector(key))
 
     def initial_center(self, x: V) -> State[V]:
         """Return the vectors of the center when training starts from a replica."""
@@ -375,18 +376,34 @@ class TensorGroup(Generic[V]):
         for part in self._blocks[bucket.index]:
             self._pull(self._block(bucket, part), _part(center, bucket, part), exchange)
 
+    def remember_taken(self) -> None:
+        """Note what the replica holds after a pull, if the algorithm wants that.
+
+        A store may hold back the values of a tensor until its last bucket is written: not before all are.
+        """
+        key = self.algorithm.taken_state
+        for bucket in self.values.layout.buckets if key is not None else ():
+            self.worker[key or ""].write(bucket, self._read(bucket, _slot(bucket)))
+
+    def take_center(self, exchange: Exchange) -> None:
+        """Set the replica to the published center, which every rank can read by itself."""
+        for bucket in self.values.layout.buckets:
+            center = {key: self.fetch(bucket, key) for key in self.center_state}
+            self.pull(bucket, self.algorithm.publish(self._replica.space, center, exchange), exchange)
+        self.remember_taken()
+
     def _collective(self, bucket: Bucket) -> str:
         """Return the name of the collective that carries the messages of a bucket."""
         return f"{self._membership.name}.{self.name}.{bucket.index}"
 
-    def _gather(self, bucket: Bucket, shard: V) -> V:
+    def _gather(self, bucket: Bucket, shard: V, placement: Placement | None = None) -> V:
         """Return the whole bucket of which every rank passes its shard."""
         out = None
         if not self.placement.everywhere:
             out = self._replica.scratch(bucket, _FETCHED)
             out = self.values.read(bucket) if out is None else out
         communicator, name = self._membership.communicator, f"{self._collective(bucket)}.center"
-        return cast(V, self.placement.fetch(communicator, shard, bucket, name, out))
+        return cast(V, (placement or self.placement).fetch(communicator, shard, bucket, name, out))
 
     def _read(self, bucket: Bucket, slot: int) -> V:
         return self.values.read(bucket, out=self._replica.scratch(bucket, slot))

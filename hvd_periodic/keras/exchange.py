@@ -40,7 +40,7 @@ class PeriodicExchange(keras.callbacks.Callback):
         algorithm: an :class:`~hvd_periodic.Algorithm` that works on weights alone, or a function that makes one: model
             averaging, elastic averaging with ρ = 0, DiLoCo, SlowMo, BMUF, or your own.
         period: local steps (batches) between exchanges, or a schedule.
-        asynchronous: exchange with one center without waiting for other ranks; for elastic averaging, over MPI.
+        asynchronous: exchange with one center without waiting for other ranks; over MPI.
         options: those of :class:`~hvd_periodic.options.Options` and
             :class:`~hvd_periodic.keras.options.ModelOptions`; the signature has their defaults. The state of the local
             optimizer is always ``"local"``, and ``nonfinite`` is ``"raise"`` or ``"ignore"``.

@@ -77,6 +77,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer.
         model: a dict, or (name, array) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
+        asynchronous: exchange with one center without waiting for other ranks.
         period: another name for ``interval_steps``.
         options: options of :class:`PeriodicOptimizer`; the signature has their defaults.
 
@@ -94,6 +95,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: ArrayOptimizer,
         model: NamedArrays,
         interval_steps: int | Schedule = 100,
+        asynchronous: bool = False,
         *,
         period: int | Schedule | None = None,
         **options: Unpack[Options],
@@ -103,6 +105,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
             model,
             Averaging,
             interval_steps if period is None else period,
+            asynchronous=asynchronous,
             **options,
         )
 

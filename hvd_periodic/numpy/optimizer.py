@@ -36,7 +36,7 @@ class PeriodicOptimizer:
         algorithm: the computation of an exchange.
         period: local steps between exchanges, or a schedule.
         outer_optimizer: copied, including its state, for algorithms that optimize the center. Default: ``optimizer``.
-        asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN.
+        asynchronous: exchange with one center without waiting for other ranks.
         options: the options of :class:`~hvd_periodic.options.Options`; the signature has their defaults.
 
     Attributes:

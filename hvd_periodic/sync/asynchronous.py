@@ -11,7 +11,6 @@ from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers import Placement, Sharded
-from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Clock, Schedule
@@ -51,12 +50,11 @@ class Asynchronous(Exchanger[V]):
         size = membership.communicator.size
         tensors = [kind._replace(algorithm=kind.algorithm.asynchronous_variant(size)) for kind in exchanged.tensors()]
         shared = [ExchangedTensors(kind.values.layout, kind.algorithm) for kind in tensors]
-        shared[0] = replace(shared[0], optimized=exchanged.outer is not None)
+        power = context.staleness_power
+        shared[0] = replace(shared[0], optimized=exchanged.outer is not None, staleness_power=power)
         outer, sharded = exchanged.center_optimizer, issubclass(place, Sharded)
         self.worker = Worker(membership, exchanged.replica, outer, shared, sharded, use_locking, context.center_file)
         groups = exchanged.groups(tensors, self.worker.placements, membership)
-        for group in groups:
-            _refuse_state(group)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         if exchanged.replica.present:
             if exchanged.algorithm.reads_after:
@@ -74,7 +72,7 @@ class Asynchronous(Exchanger[V]):
 
     def facts(self) -> dict[str, object]:
         """Return the settings that all ranks must share: asynchronous exchange and its transport."""
-        return {"asynchronous": True, **self.worker.facts()}
+        return {"asynchronous": True, "staleness_power": self.context.staleness_power, **self.worker.facts()}
 
     def open(self) -> None:
         """Create the center and connect to it."""
@@ -111,7 +109,7 @@ class Asynchronous(Exchanger[V]):
                     reset_to_center(self.tensor_groups, context, excluded)
                 else:
                     presence = {} if self.presence is None else self.presence.alone(own.notes.seen)
-                    exchange = Exchange(size, own.clock.period, gradients, presence=presence)
+                    exchange = Exchange(size, own.clock.period, gradients, presence=presence, rates=self._rates())
                     sent = self.worker.exchange(list(self.tensor_groups), exchange)
                     missed = self.worker.transport.missed
             notes = ScheduleState(memory=plan.memory)
@@ -121,23 +119,38 @@ class Asynchronous(Exchanger[V]):
             progress.time(step)
         return False
 
+    def _rates(self) -> list[float]:
+        """Return the learning rates of this worker's tensors, if the algorithm uses them."""
+        exchanged = self.context.exchanged
+        if exchanged.rates is None or not exchanged.algorithm.uses_learning_rate:
+            return []
+        return exchanged.rates.of_tensors(len(exchanged.replica.parameters.layout.specs))
+
     def check_alive(self) -> None:
         """Raise a RuntimeError if Horovod has been shut down, and the center with it."""
         if not self.context.membership.communicator.alive():
             raise RuntimeError("Horovod has been shut down: call finalize() before hvd.shutdown()")
 
     def leave(self) -> None:
-        """Push the remaining steps, then sleep until all ranks have done so."""
+        """Push the remaining steps, then sleep until all ranks have done so.
+
+        All replicas end with the center, if the algorithm hands it out.
+        """
         counters, uncounted = self.context.progress.counters, self.context.exchanged.replica.uncounted
         if uncounted is not None:
             raise RuntimeError(uncounted)
         if counters.local_steps > counters.last_exchange:
             self.exchange()
         self.worker.finish()
+        self.worker.take(list(self.tensor_groups))
 
     def optimizer_state(self) -> Any:
         """Return the state of the center's optimizer, read through the transport."""
         return self.worker.state()
+
+    def pushes(self) -> dict[str, Any]:
+        """Return the counts of pushes, read through the transport."""
+        return self.worker.pushes()
 
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
         """Check also that training is not under way."""
@@ -162,19 +175,14 @@ class Asynchronous(Exchanger[V]):
         self.worker.resume_training()
 
     def take_over(self, takeover: TakeoverState) -> None:
-        """Set the center to the root's loaded one, if any; give all ranks the root's worker vectors."""
+        """Set the center to the root's loaded one, if any; give all ranks the root's worker vectors.
+
+        What the root has not pushed, all ranks have in their replicas then, and the root alone pushes it.
+        """
         if takeover.whole:
-            self.worker.resume(list(self.tensor_groups), takeover.state)
+            self.worker.resume(list(self.tensor_groups), takeover.state, each_its_own=False)
         for group in self.tensor_groups:
             for store in group.worker.values():
                 self.tensor_groups.send_store(store, takeover.send)
-
-
-def _refuse_state(group: TensorGroup[Any]) -> None:
-    """Raise a ValueError if the algorithm keeps more state with the center than asynchronous exchange supports."""
-    kept = sorted(group.center_state.keys() - {"center"})
-    if kept:
-        raise ValueError(
-            f"{type(group.algorithm).__name__} keeps {', '.join(map(repr, kept))} with the center, and asynchronous "
-            "exchange supports no other state: `asynchronous_variant` must return an algorithm without it"
-        )
+            if not takeover.is_source:
+                group.remember_taken()

@@ -129,6 +129,7 @@ class Checkpoint(Generic[V]):
             "outer": context.exchanged.center_optimizer.name,
             "vectors": vectors,
             "under_way": in_flight,
+            "pushes": self._exchanger.pushes(),
             "fragments": len(context.fragments),
             "complex": list(context.exchanged.replica.complex_names),
         }

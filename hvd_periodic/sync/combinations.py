@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange
+from hvd_periodic.arguments import require_real
 from hvd_periodic.centers.norm_bounds import NormBounds
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.replica import Replica
@@ -29,6 +30,38 @@ def check_weight(weight: Weight, algorithm: Algorithm, replica: Replica[Any], fr
             f"`weight={weight.given!r}` counts the work between exchanges of all parameters: pass fragments=1. "
             f"Received: fragments={fragments}"
         )
+
+
+def check_outer(given: bool, algorithm: Algorithm, variant: Algorithm) -> None:
+    """Raise a ValueError if an outer optimizer is given, and the variant for asynchronous exchange takes none."""
+    if given and algorithm.takes_outer_optimizer and not variant.takes_outer_optimizer:
+        raise ValueError(
+            "`outer_optimizer` is for synchronous exchange: with asynchronous=True the momentum of "
+            f"{type(algorithm).__name__} waits for the pushes of all ranks, as that of no other optimizer does. Set "
+            "its own rate and momentum"
+        )
+
+
+def as_staleness_power(power: float, algorithm: Algorithm, asynchronous: bool) -> float:
+    """Return the power of the discount of stale pushes, validated.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: negative or not finite; or exchange is synchronous; or workers do not push displacements from what
+            they took.
+    """
+    power = require_real(power, "`staleness_power`", positive=False)
+    if power and not asynchronous:
+        raise ValueError(
+            "`staleness_power` is for asynchronous exchange, in which pushes may be stale. Received: "
+            f"staleness_power={power!r}"
+        )
+    if power and algorithm.taken_state is None:
+        raise ValueError(
+            "`staleness_power` is for averaging, DiLoCo, SlowMo and BMUF, whose workers push what they have moved "
+            f"since they took the center. Received: {algorithm!r}"
+        )
+    return power
 
 
 def check_bounds(bounds: NormBounds | None, algorithm: Algorithm, replica: Replica[Any], size: int) -> None:

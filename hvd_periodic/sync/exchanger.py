@@ -57,6 +57,7 @@ class ExchangeContext(Generic[V]):
         differences: compares the weights that no exchange touches.
         bounds: bounds on norms; None if there are none.
         center_file: file that holds an asynchronous center; None: no file.
+        staleness_power: power p of the discount of stale pushes, in asynchronous exchange.
         journal: records exchanges.
     """
 
@@ -76,6 +77,7 @@ class ExchangeContext(Generic[V]):
     differences: Differences[V]
     bounds: NormBounds | None
     center_file: Path | None
+    staleness_power: float
     journal: Journal
 
 
@@ -228,6 +230,10 @@ class Exchanger(ABC, Generic[V]):
     def optimizer_state(self) -> Any:
         """Return the state of the center's optimizer for a checkpoint."""
 
+    def pushes(self) -> Any:
+        """Return the counts of pushes to an asynchronous center for a checkpoint; None in synchronous exchange."""
+        return None
+
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
         """Check that a state can be loaded now; change nothing.
 
@@ -292,6 +298,8 @@ def reset_to_center(groups: TensorGroups[V], context: ExchangeContext[V], proble
             center = group.fetch(bucket)
             if problem is not None:
                 group.start_from(bucket, center)
+        if problem is not None:
+            group.remember_taken()
     if problem is None:
         return
     if context.local_optimizer is not None:

@@ -30,7 +30,13 @@ from hvd_periodic.sync.adoption import Successor, adopt
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.center_reader import CenterReader
 from hvd_periodic.sync.checkpoint import Checkpoint
-from hvd_periodic.sync.combinations import check_bounds, check_participation, check_weight
+from hvd_periodic.sync.combinations import (
+    as_staleness_power,
+    check_bounds,
+    check_outer,
+    check_participation,
+    check_weight,
+)
 from hvd_periodic.sync.differences import Differences
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, check_agreement
 from hvd_periodic.sync.finite import RAISE, SKIP, as_nonfinite
@@ -105,6 +111,7 @@ class ReplicaSynchronizer(Generic[V]):
         max_mean_norm: largest norm of the mean by which the center steps; None: no bound.
         timeout_seconds: seconds for which a rank waits for the others in one call; None: no limit.
         center_file: file that holds an asynchronous center and outlives the job.
+        staleness_power: power of the discount of stale pushes, in asynchronous exchange.
         run_log: folder of the run log; None: the folder that the environment names, if any; False: no log.
         journal: notifies listeners of exchanges. Default: a new journal.
 
@@ -161,6 +168,7 @@ class ReplicaSynchronizer(Generic[V]):
         max_mean_norm: float | None = None,
         timeout_seconds: float | None = None,
         center_file: PathLike | None = None,
+        staleness_power: float = 0.0,
         run_log: PathLike | bool | None = None,
         journal: Journal | None = None,
     ) -> None:
@@ -187,7 +195,10 @@ class ReplicaSynchronizer(Generic[V]):
         self.policy = as_local_state(optimizer_state)
         schedule = by_fragments(as_schedule(schedule, "schedule"), len(cut))
         self.replica = replica
-        self.exchanged = ExchangeSpec(replica, exchanger.suited(algorithm, communicator.size), outer, rates)
+        variant = exchanger.suited(algorithm, communicator.size)
+        check_outer(outer is not None, algorithm, variant)
+        power = as_staleness_power(staleness_power, variant, bool(asynchronous))
+        self.exchanged = ExchangeSpec(replica, variant, outer, rates)
         exchanger.check(schedule, self.policy)
         self.algorithm = self.exchanged.algorithm
         check_weight(counts, self.algorithm, replica, fragments)
@@ -224,6 +235,7 @@ class ReplicaSynchronizer(Generic[V]):
             differences=Differences(replica, self.membership),
             bounds=bounds,
             center_file=_as_center_file(center_file, bool(asynchronous)),
+            staleness_power=power,
             journal=self.journal,
         )
         self.exchanger = exchanger(context, placement_of(center), use_locking)

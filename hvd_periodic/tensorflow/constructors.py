@@ -90,6 +90,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer, any Keras optimizer; its state stays local.
         model: the model, so that its batch-norm statistics are averaged; or None.
         interval_steps: local steps between exchanges (τ), or a schedule.
+        asynchronous: each rank exchanges with one center on its own clock, without waiting for other ranks; needs MPI.
         period: another name for ``interval_steps``.
         options: options of :class:`PeriodicOptimizer`; the signature has their defaults.
 
@@ -109,6 +110,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: keras.optimizers.Optimizer,
         model: keras.Model | None = None,
         interval_steps: int | Schedule = 100,
+        asynchronous: bool = False,
         *,
         period: int | Schedule | None = None,
         **options: Unpack[KerasOptions],
@@ -118,12 +120,14 @@ class ModelAverageOptimizer(PeriodicOptimizer):
             model,
             Averaging,
             interval_steps if period is None else period,
+            asynchronous=asynchronous,
             **options,
         )
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor as plain values."""
-        return self._common_config() | {"interval_steps": encode(self._schedule)}
+        own = {"interval_steps": encode(self._schedule), "asynchronous": self._lifecycle.spec.asynchronous}
+        return self._common_config() | own
 
 
 @keras.saving.register_keras_serializable("hvd_periodic")

@@ -96,7 +96,7 @@ class VariableCheckpoint(Checkpoint[Any]):
             group.name: saved["vectors"][group.name] | {key: replica.save(store) for key, store in group.worker.items()}
             for group in self._exchanger.tensor_groups
         }
-        return self.assembled(vectors, saved["center_optimizer"])
+        return self.assembled(vectors, saved["center_optimizer"]) | {"pushes": saved["pushes"]}
 
     def check(self, state: dict[str, Any], begun: bool) -> None:
         """Check a state as in the core, even if other statistics were averaged when it was saved."""

@@ -18,6 +18,9 @@ from hvd_periodic.tensorflow.progress import MEMORY, SEEN, SINCE, WORK
 _CENTER = "asynchronous_center"
 """Prefix of the names under which an asynchronous center is saved."""
 
+_PUSHES = f"{_CENTER}_pushes"
+"""Name under which the counts of pushes to it are saved."""
+
 _IN_FLIGHT = "in_flight"
 """Prefix of the names under which an exchange in flight is saved."""
 
@@ -106,15 +109,17 @@ class SavedExchanges:
         saved = _renumbered(self._center, f"{_CENTER}.buffers.", self.formerly)
         vectors = {
             group.name: {
-                "center": {
-                    spec.name: saved[f"{_CENTER}.{group.name}.{i}"] for i, spec in enumerate(group.values.layout.specs)
+                key: {
+                    spec.name: saved[_name_of(group.name, key, i)] for i, spec in enumerate(group.values.layout.specs)
                 }
+                for key in group.center_state
             }
             for group in groups
         }
         of_optimizer = [name for name in self._center if name.startswith(f"{_CENTER}_optimizer.")]
         state = [self._center[f"{_CENTER}_optimizer.{i}"] for i in range(len(of_optimizer))]
-        return {"vectors": vectors, "center_optimizer": state or None}
+        pushes = json.loads(self._center[_PUSHES].tobytes()) if _PUSHES in self._center else None
+        return {"vectors": vectors, "center_optimizer": state or None, "pushes": pushes}
 
     def settle(self, synchronizer: VariableSynchronizer) -> None:
         """Assign the loaded values, and continue the exchange that was in flight when they were saved.
@@ -181,6 +186,11 @@ def _in_flight(synchronizer: VariableSynchronizer) -> dict[str, np.ndarray]:
     return values | {f"{_IN_FLIGHT}.{i}": value for i, value in enumerate(snapshot.values())}
 
 
+def _name_of(group: str, key: str, index: int) -> str:
+    """Return the name under which a tensor of a vector of an asynchronous center is saved."""
+    return f"{_CENTER}.{group}.{index}" if key == "center" else f"{_CENTER}.{group}.{key}.{index}"
+
+
 def _center_of(synchronizer: VariableSynchronizer) -> dict[str, Any]:
     """Return the asynchronous center and its optimizer's state, by the names under which they are saved."""
     state = synchronizer.state_dict()
@@ -190,8 +200,10 @@ def _center_of(synchronizer: VariableSynchronizer) -> dict[str, Any]:
             "optimizer.synchronizer.state_dict()"
         )
     values = {
-        f"{_CENTER}.{group.name}.{i}": state["vectors"][group.name]["center"][spec.name]
+        _name_of(group.name, key, i): state["vectors"][group.name][key][spec.name]
         for group in synchronizer.tensor_groups
+        for key in group.center_state
         for i, spec in enumerate(group.values.layout.specs)
     }
+    values[_PUSHES] = np.frombuffer(json.dumps(state["pushes"]).encode(), np.uint8)
     return values | {f"{_CENTER}_optimizer.{i}": value for i, value in enumerate(state["center_optimizer"] or [])}

@@ -58,7 +58,7 @@ class Synchronizer(VariableSynchronizer):
         period: local steps between exchanges, or a schedule.
         optimizer: the local optimizer, for algorithms that read its learning rate.
         outer_optimizer: a Keras optimizer that nothing else uses, for algorithms that optimize the center.
-        asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN, under MPI. Then
+        asynchronous: exchange with one center without waiting for other ranks; under MPI. Then
             ``variables`` do not include the center: save :meth:`state_dict`.
         options: those of :class:`~hvd_periodic.options.Options` and
             :class:`~hvd_periodic.keras.options.ModelOptions`; the signature has their defaults.

@@ -88,6 +88,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer; its state stays local.
         model: the model, or (name, parameter) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
+        asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks; needs MPI.
         period: another name for ``interval_steps``.
         options: options of :class:`PeriodicOptimizer`; the signature has their defaults.
 
@@ -108,6 +109,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: torch.optim.Optimizer,
         model: Model,
         interval_steps: int | Schedule = 100,
+        asynchronous: bool = False,
         *,
         period: int | Schedule | None = None,
         **options: Unpack[TorchOptions],
@@ -117,6 +119,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
             model,
             Averaging,
             interval_steps if period is None else period,
+            asynchronous=asynchronous,
             **options,
         )
 

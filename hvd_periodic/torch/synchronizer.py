@@ -80,7 +80,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         optimizer: the local optimizer. If given, only its parameters take part, and it can be copied for the center.
         outer_optimizer: for algorithms that optimize the center: an optimizer of the same parameters to be copied, or
             a function from parameter groups to an optimizer. Default: a copy of ``optimizer``.
-        asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN, under MPI.
+        asynchronous: exchange with one center without waiting for other ranks; under MPI.
         options: the options of :class:`~hvd_periodic.options.Options` and
             :class:`~hvd_periodic.torch.options.TorchOptions`; the signature has their defaults.
 

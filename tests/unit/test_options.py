@@ -26,6 +26,7 @@ SHARED += [
     "max_mean_norm",
     "timeout_seconds",
     "center_file",
+    "staleness_power",
     "run_log",
     "parameters",
     "root_rank",
@@ -44,12 +45,13 @@ DEFAULTS = {
     "max_mean_norm": None,
     "timeout_seconds": None,
     "center_file": None,
+    "staleness_power": 0.0,
     "run_log": None,
 }
 OWN = {
     "PeriodicOptimizer": ["algorithm", "period", "outer_optimizer", "asynchronous"],
     "ElasticAverageOptimizer": ["communication_period", "moving_rate", "beta", "rho", "asynchronous", "period"],
-    "ModelAverageOptimizer": ["interval_steps", "period"],
+    "ModelAverageOptimizer": ["interval_steps", "asynchronous", "period"],
     "AGNOptimizer": ["communication_period", "outer_optimizer", "op", "asynchronous", "period"],
 }
 
@@ -98,7 +100,7 @@ def test_synchronizers_take_the_same(framework: str) -> None:
     [
         ("ElasticAverageOptimizer", "centre"),
         ("ElasticAverageOptimizer", "outer_optimizer"),
-        ("ModelAverageOptimizer", "asynchronous"),
+        ("ModelAverageOptimizer", "rho"),
         ("AGNOptimizer", "rho"),
         ("PeriodicOptimizer", "argument"),
     ],

@@ -53,6 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     '`center="sharded"`': {"center": "sharded"},
     "`center_device`": {"center_device": "cpu"},
     "`center_file`": {"center_file": "center.safetensors"},
+    "`staleness_power`": {"staleness_power": 0.5, "algorithm": DiLoCo()},
     "`overlap`": {"overlap": 1},
     "`compression`": {"compression": Compression.int8},
     "`fragments`": {"fragments": 2},
@@ -201,6 +202,12 @@ def with_algorithms(*algorithms: Any) -> Callable[[Maker], None]:
     return attempt
 
 
+def without_waiting(maker: Maker) -> None:
+    maker.make("ModelAverageOptimizer", asynchronous=True)
+    for algorithm in (DiLoCo(), SlowMo(), BMUF()):
+        maker.make(algorithm=algorithm, asynchronous=True)
+
+
 def with_outer_optimizer(maker: Maker) -> None:
     maker.make(algorithm=AGN(), outer_optimizer=maker.outer())
 
@@ -260,6 +267,7 @@ SPECIAL: dict[str, Callable[[Maker], None]] = {
     "`ElasticAverageOptimizer`, `AGNOptimizer`": named("ElasticAverageOptimizer", "AGNOptimizer"),
     "`ModelAverageOptimizer`": named("ModelAverageOptimizer"),
     "`PeriodicOptimizer` with DiLoCo, SlowMo, BMUF": with_algorithms(DiLoCo(), SlowMo(), BMUF()),
+    "these with `asynchronous=True`": without_waiting,
     "`outer_optimizer`": with_outer_optimizer,
     MODE_ROWS["asynchronous"]: in_mode("asynchronous"),
     MODE_ROWS["groups"]: as_a_group,

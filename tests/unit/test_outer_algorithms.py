@@ -213,31 +213,17 @@ def test_bad_input(case: str) -> None:
     assert [kind for kind, _ in raised] == [error, error]
 
 
-@pytest.mark.parametrize("algorithm", [DiLoCo(), SlowMo(), BMUF(), Averaging()], ids=lambda made: type(made).__name__)
-def test_what_cannot_be_asynchronous_says_so(algorithm: Algorithm) -> None:
+class Mine(BMUF):
+    """May compute something else than its base."""
+
+
+def test_an_algorithm_without_an_asynchronous_variant_says_so() -> None:
     def work(communicator: Communicator) -> None:
-        PeriodicOptimizer(SGD(0.1), {"x": np.zeros(1)}, algorithm, 2, asynchronous=True, process_set=communicator)
+        PeriodicOptimizer(SGD(0.1), {"x": np.zeros(1)}, Mine(), 2, asynchronous=True, process_set=communicator)
 
     for kind, message in errors(2, work):
         assert kind is ValueError
-        assert f"{type(algorithm).__name__} is for synchronous exchange" in message
-
-
-class Claims(BMUF):
-    """Says that it can be asynchronous, with a vector that no transaction knows."""
-
-    def asynchronous_variant(self, size: int) -> Algorithm:
-        return self
-
-
-def test_what_is_kept_with_an_asynchronous_center_is_refused() -> None:
-    def work(communicator: Communicator) -> None:
-        PeriodicOptimizer(SGD(0.1), {"x": np.zeros(1)}, Claims(), 2, asynchronous=True, process_set=communicator)
-
-    for kind, message in errors(2, work):
-        assert kind is ValueError
-        assert "Claims keeps" in message
-        assert "asynchronous exchange supports no other state" in message
+        assert "Mine is for synchronous exchange, in which all workers take part" in message
 
 
 @pytest.mark.parametrize("algorithm", [EASGD(), Averaging(), SlowMo(), BMUF()], ids=lambda made: type(made).__name__)
