@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from hvd_periodic.algorithms.base import Algorithm
+from hvd_periodic.checkpoints.tree import Leaves
 from hvd_periodic.spellings import rename_members
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.space import VectorSpace
@@ -39,6 +40,7 @@ class Replica(Protocol, Generic[V]):
         keeps_own: whether some parameters are not exchanged, so that every rank has its own.
         reports_work: the user can report the examples of each local update.
         may_be_left_out: an exchange may exclude this rank; false if other ranks hold parts of the same replica.
+        leaves: converts the framework's tensors in states of optimizers to arrays.
         framework: name and version of the framework, for display.
         uncounted: the error if the local optimizer has taken a step that was not counted; None if no such step is
             known.
@@ -57,6 +59,7 @@ class Replica(Protocol, Generic[V]):
     from_root: Store[V] | None = None
     parameters_from_root: Store[V] | None = None
     constants: Store[V] | None = None
+    leaves: Leaves = Leaves()
     in_host_memory: bool = False
     reuses_memory: bool = True
     complex_names: Sequence[str] = ()

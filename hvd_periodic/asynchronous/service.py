@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import math
 import threading
 import time
 import traceback
@@ -22,17 +22,29 @@ from hvd_periodic.asynchronous.center_in_memory import (
     numbered,
 )
 from hvd_periodic.asynchronous.transport import Transport, bind
-from hvd_periodic.comm.transports import LONG, SHORT, Messages
+from hvd_periodic.checkpoints.packed import pack, unpack
+from hvd_periodic.checkpoints.tree import Leaves
+from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, Request
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.vectors.layout import Bucket, Layout
 
-_REQUEST, _ANSWER, _PAYLOAD = 0, 1, 8
-"""Tags of a request and of its answer; the tag of bucket i is ``_PAYLOAD + 2 i``, the tag of its reply one more."""
+_REQUEST, _ANSWER, _STATE_BYTES, _PAYLOAD = 0, 1, 2, 8
+"""Tags of a request, of its answer, and of an optimizer's state; the tag of bucket i is ``_PAYLOAD + 2 i``, the tag of
+its reply one more."""
 
 _BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE, _RATES = range(7)
-"""Requests, of five integers. ``_BEGIN`` describes the exchange of the payloads to follow; the first holder answers.
-Before it come ``_PRESENCE`` if the worker may be absent for some tensors, and ``_RATES`` if the algorithm uses the
-worker's learning rates, one of float64 per tensor of the first part."""
+"""Requests, of five 64-bit integers: operation, bucket or holder, gradients, workers, and the period as a float64.
+
+``_BEGIN`` describes the exchange of the payloads to follow; the first holder answers with the staleness of the push.
+Before it comes ``_PRESENCE`` if the worker may be absent for some tensors, and then a float64 for every tensor of the
+center: the worker's weight, −1 for a tensor that nobody has, or NaN for one that all exchange; and ``_RATES`` if the
+algorithm uses the worker's learning rates, and then a float64 for every tensor of the first part. ``_STATE`` is
+answered with the bytes of the state, and then the state; in ``_LOAD``, the bytes are in place of the bucket."""
+
+_NOBODY = -1.0
+
+_LARGEST_STATE = 64
+"""Largest state of an optimizer, in sizes of the center, besides what fits into 16 MiB."""
 
 _PAUSE = 0.05
 """Seconds between two polls for messages while the service is paused."""
@@ -55,6 +67,7 @@ class ServiceTransport(Transport):
         holders: the ranks that hold the center; the first of them tells the staleness of a push.
         bounds: returns the bounds of each holder's share of a bucket.
         optimizer: optimizer of the center, if there is one.
+        leaves: handles the tensors in the state of the optimizer.
         center: memory for this rank's share of the center. Default: allocated here.
     """
 
@@ -67,6 +80,7 @@ class ServiceTransport(Transport):
         holders: Sequence[int],
         bounds: Bounds,
         optimizer: OuterOptimizer,
+        leaves: Leaves,
         center: np.ndarray | None = None,
     ) -> None:
         self._requests, self._replies = requests, replies
@@ -78,6 +92,8 @@ class ServiceTransport(Transport):
         size = Ledger.size(self._count, workers)  # Every holder has its own ledger.
         self._buckets.append(ledger_bucket(len(self._buckets), size))
         self._bounds.append([(0, size) for _ in self._holders])
+        self._states = States(parts, leaves)
+        self._names = [spec.name for part in parts for spec in part.layout.specs]
         place = self._holders.index(self._rank) if self._rank in self._holders else None
 
         def owned(bucket: Bucket) -> tuple[int, int]:
@@ -89,10 +105,9 @@ class ServiceTransport(Transport):
         shard = CenterInMemory(parts, shares, workers, center)
         self._optimized = shard.optimized
         bind(optimizer, shard)
-        self._service = None if place is None else _Service(requests, replies, shard, optimizer)
+        self._service = None if place is None else _Service(requests, replies, shard, optimizer, self._states)
         where = f"rank {holders[0]}" if len(self._holders) == 1 else "every rank"
         self.description = f"messages to a service thread on {where}"
-        requests.barrier()
 
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Send bucket by bucket, and receive the buckets that the worker pulls."""
@@ -113,7 +128,7 @@ class ServiceTransport(Transport):
             else:
                 reply = self._replies.receive(values[start:stop], holder, _tag(index) + 1)
                 self._request(holder, _READ, index)
-                self._requests.wait(reply)
+                reply.wait()
             if stop - start == values.size:  # The other holders have nothing, or ledgers that count the same.
                 break
         return values
@@ -127,7 +142,7 @@ class ServiceTransport(Transport):
                     self._own.write(index, part)
                 else:
                     self._request(holder, _WRITE, index)
-                    self._requests.wait(self._requests.send(part, holder, _tag(index)))
+                    self._requests.send(part, holder, _tag(index)).wait()
                     self._answer(holder)
         states = [optimizer_state] * len(self._holders)
         if len(states) > 1 and optimizer_state is not None:
@@ -136,9 +151,9 @@ class ServiceTransport(Transport):
             if holder == self._rank:
                 self._own.load(state)
             else:
-                self._request(holder, _LOAD)
-                data = np.frombuffer(pickle.dumps(state), np.uint8)
-                self._requests.wait(self._requests.send(data, holder, _ANSWER))
+                data = self._states.pack(state)
+                self._request(holder, _LOAD, data.size)
+                self._requests.send(data, holder, _STATE_BYTES).wait()
                 self._answer(holder)
 
     def optimizer_state(self) -> Any:
@@ -149,7 +164,9 @@ class ServiceTransport(Transport):
                 states.append(self._own.state())
             else:
                 self._request(holder, _STATE)
-                states.append(pickle.loads(self._answer(holder)))
+                data = self._states.allocate(self._answer(holder))
+                self._replies.receive(data, holder, _STATE_BYTES).wait()
+                states.append(self._states.unpack(data))
         if all(state is None for state in states):
             return None
         return states[0] if len(states) == 1 else {"sharded": states}
@@ -179,12 +196,10 @@ class ServiceTransport(Transport):
             if holder != self._rank:
                 if exchange.presence:
                     self._request(holder, _PRESENCE)
-                    data = np.frombuffer(pickle.dumps(exchange.presence), np.uint8)
-                    self._requests.wait(self._requests.send(data, holder, _ANSWER))
+                    self._requests.send(_of_presence(exchange.presence, self._names), holder, _ANSWER).wait()
                 if exchange.rates:
                     self._request(holder, _RATES)
-                    rates = np.array(exchange.rates, np.float64)
-                    self._requests.wait(self._requests.send(rates, holder, _ANSWER))
+                    self._requests.send(np.array(exchange.rates, np.float64), holder, _ANSWER).wait()
                 header = np.array([_BEGIN, place, exchange.gradients, exchange.size, 0], np.int64)
                 header[4:].view(np.float64)[0] = exchange.period
                 sent.append(self._requests.send(header, holder, _REQUEST))
@@ -197,10 +212,10 @@ class ServiceTransport(Transport):
 
         def wait() -> int:
             for request in sent:
-                self._requests.wait(request)
+                request.wait()
             if first == self._rank:
                 return own
-            self._requests.wait(reply)
+            reply.wait()
             return int(counts[0])
 
         return wait
@@ -212,7 +227,7 @@ class ServiceTransport(Transport):
             if holder == self._rank:
                 pulled[start:stop] = self._own.transact(index, payload[start:stop], self._rank)
         for request in requests:
-            self._requests.wait(request)
+            request.wait()
         return pulled
 
     def _step(self, payloads: list[np.ndarray]) -> Iterator[np.ndarray]:
@@ -225,10 +240,10 @@ class ServiceTransport(Transport):
                     pulled[i][slice(*self._bounds[i][place])] = part
         for index, pending in enumerate(requests):
             for request in pending:
-                self._requests.wait(request)
+                request.wait()
             yield pulled[index]
 
-    def _exchange_with_others(self, index: int, payload: np.ndarray, pulled: np.ndarray) -> list[Any]:
+    def _exchange_with_others(self, index: int, payload: np.ndarray, pulled: np.ndarray) -> list[Request]:
         requests = []
         for holder, start, stop in self._slices(index):
             if holder != self._rank:
@@ -242,10 +257,46 @@ class ServiceTransport(Transport):
                 yield holder, start, stop
 
     def _request(self, holder: int, operation: int, index: int = 0) -> None:
-        self._requests.wait(self._requests.send(np.array([operation, index, 0, 0, 0], np.int64), holder, _REQUEST))
+        self._requests.send(np.array([operation, index, 0, 0, 0], np.int64), holder, _REQUEST).wait()
 
-    def _answer(self, holder: int) -> bytes:
-        return self._replies.receive_bytes(holder, _ANSWER)
+    def _answer(self, holder: int) -> int:
+        answer = np.empty(1, np.int64)
+        self._replies.receive(answer, holder, _ANSWER).wait()
+        return int(answer[0])
+
+
+class States:
+    """States of the center's optimizer as arrays of bytes.
+
+    Args:
+        parts: tensors that are exchanged.
+        leaves: handles the tensors in a state.
+    """
+
+    def __init__(self, parts: Sequence[ExchangedTensors], leaves: Leaves) -> None:
+        center = sum(bucket.nbytes for bucket in parts[0].layout.buckets)
+        self._leaves, self._largest = leaves, _LARGEST_STATE * center + 2**24
+
+    def pack(self, state: Any) -> np.ndarray:
+        """Return a state as bytes."""
+        return pack(state, self._leaves)
+
+    def unpack(self, data: np.ndarray) -> Any:
+        """Return the state that :meth:`pack` was given."""
+        return unpack(data, self._leaves)
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        """Return memory for a state of a size that another rank has told.
+
+        Raises:
+            ValueError: no state has that size.
+        """
+        if not 0 <= nbytes <= self._largest:
+            raise ValueError(
+                f"The state of the center's optimizer has {nbytes} bytes, and asynchronous exchange carries up to "
+                f"{self._largest}: {_LARGEST_STATE} times the center"
+            )
+        return np.empty(nbytes, np.uint8)
 
 
 class _Service:
@@ -257,8 +308,10 @@ class _Service:
         replies: Messages,
         center: CenterInMemory,
         optimizer: OuterOptimizer,
+        states: States,
     ) -> None:
-        self._center = center
+        self._center, self._states = center, states
+        self._names = [spec.name for part in center.parts for spec in part.layout.specs]
         self._requests, self._replies = requests, replies
         self._optimizer = optimizer
         self._first = next((i for i in range(center.optimized) if center.buckets[i].size), -1)
@@ -266,7 +319,7 @@ class _Service:
         self._exchanges: dict[int, Exchange] = {}
         self._presence: dict[int, Mapping[str, float | None]] = {}
         self._rates: dict[int, list[float]] = {}
-        self._sending: list[tuple[Any, Any]] = []
+        self._sending: list[tuple[Request, np.ndarray]] = []
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self.paused = False
@@ -332,11 +385,11 @@ class _Service:
                 if self._serve():
                     idle, self.paused = time.monotonic(), False
                     continue
-                self._sending = [sent for sent in self._sending if not self._replies.done(sent[0])]
+                self._sending = [sent for sent in self._sending if not sent[0].done()]
                 if self._stopping.is_set() and not self._sending:
                     return
                 waiting = self._sending or time.monotonic() - idle < LONG
-                time.sleep(SHORT if waiting else _PAUSE if self.paused else LONG)
+                self._requests.pause(SHORT if waiting else _PAUSE if self.paused else LONG)
         except BaseException:
             # The other ranks would wait forever for replies.
             traceback.print_exc()
@@ -344,22 +397,36 @@ class _Service:
 
     def _serve(self) -> bool:
         """Serve one message, if there is one."""
-        arrival = self._requests.next()
+        arrival = self._requests.next(self._allocate)
         if arrival is None:
             return False
-        if arrival.tag == _REQUEST:
-            header = np.empty(5, np.int64)
-            arrival.receive(header)
-            self._answer(arrival.source, header)
-            return True
-        index = (arrival.tag - _PAYLOAD) // 2
-        payload = empty(self._center.buckets[index])
-        arrival.receive(payload)
-        if index == self._first:
-            self._serve_step(arrival.source, payload)
-        else:
-            self._send(self.transact(index, payload, arrival.source), arrival.source, _tag(index) + 1)
+        try:
+            if arrival.tag == _REQUEST:
+                self._answer(arrival.source, arrival.data)
+            else:
+                self._serve_payload(arrival.source, (arrival.tag - _PAYLOAD) // 2, arrival.data)
+        except PeerLostError:  # It died in the middle of a request, which then changes nothing.
+            pass
         return True
+
+    def _allocate(self, tag: int) -> np.ndarray:
+        """Return memory for a request, or for a payload.
+
+        Raises:
+            ValueError: a worker sends neither with this tag.
+        """
+        if tag == _REQUEST:
+            return np.empty(5, np.int64)
+        index, reply = divmod(tag - _PAYLOAD, 2)
+        if reply or not 0 <= index < self._center.count:
+            raise ValueError(f"it sent message {tag} to a center of {self._center.count} buckets")
+        return empty(self._center.buckets[index])
+
+    def _serve_payload(self, source: int, index: int, payload: np.ndarray) -> None:
+        if index == self._first:
+            self._serve_step(source, payload)
+        else:
+            self._send(self.transact(index, payload, source), source, _tag(index) + 1)
 
     def _serve_step(self, source: int, first: np.ndarray) -> None:
         messages = []
@@ -368,7 +435,7 @@ class _Service:
             if index != self._first:
                 payload = empty(self._center.buckets[index])
                 if payload.size:
-                    self._requests.wait(self._requests.receive(payload, source, _tag(index)))
+                    self._requests.receive(payload, source, _tag(index)).wait()
             messages.append(payload)
         for index, part in enumerate(self.step(messages, source)):
             if part.size:
@@ -386,21 +453,27 @@ class _Service:
         elif operation == _READ:
             self._send(self.read(index), source, _tag(index) + 1)
         elif operation == _STATE:
-            self._send(np.frombuffer(pickle.dumps(self.state()), np.uint8), source, _ANSWER)
+            state = self._states.pack(self.state())
+            self._send(np.array([state.size]), source, _ANSWER)
+            self._send(state, source, _STATE_BYTES)
         elif operation == _WRITE:
             payload = empty(self._center.buckets[index])
-            self._requests.wait(self._requests.receive(payload, source, _tag(index)))
+            self._requests.receive(payload, source, _tag(index)).wait()
             self.write(index, payload)
-            self._send(np.zeros(1, np.uint8), source, _ANSWER)
+            self._send(np.zeros(1, np.int64), source, _ANSWER)
         elif operation == _PRESENCE:
-            self._presence[source] = pickle.loads(self._requests.receive_bytes(source, _ANSWER))
+            weights = np.empty(len(self._names))
+            self._requests.receive(weights, source, _ANSWER).wait()
+            self._presence[source] = _presence_of(weights, self._names)
         elif operation == _RATES:
             of_tensors = np.empty(len(self._center.parts[0].layout.specs), np.float64)
-            self._requests.wait(self._requests.receive(of_tensors, source, _ANSWER))
+            self._requests.receive(of_tensors, source, _ANSWER).wait()
             self._rates[source] = of_tensors.tolist()
         elif operation == _LOAD:
-            self.load(pickle.loads(self._requests.receive_bytes(source, _ANSWER)))
-            self._send(np.zeros(1, np.uint8), source, _ANSWER)
+            data = self._states.allocate(index)
+            self._requests.receive(data, source, _STATE_BYTES).wait()
+            self.load(self._states.unpack(data))
+            self._send(np.zeros(1, np.int64), source, _ANSWER)
 
     def _send(self, data: np.ndarray, destination: int, tag: int) -> None:
         self._sending.append((self._replies.send(data, destination, tag), data))
@@ -413,3 +486,20 @@ def _tag(index: int) -> int:
 def _share(layout: Layout, owned: Callable[[Bucket], tuple[int, int]]) -> Layout:
     whole = all(owned(bucket) == (0, bucket.size) for bucket in layout.buckets)
     return layout if whole else layout.restrict(owned)
+
+
+def _of_presence(presence: Mapping[str, float | None], names: Sequence[str]) -> np.ndarray:
+    """Return presence as one float64 per tensor.
+
+    Example:
+        >>> _of_presence({"a": 0.5, "b": None}, ["a", "b", "c"])
+        array([ 0.5, -1. ,  nan])
+    """
+    weights = (presence.get(name, math.nan) for name in names)
+    return np.array([_NOBODY if weight is None else weight for weight in weights], np.float64)
+
+
+def _presence_of(weights: np.ndarray, names: Sequence[str]) -> dict[str, float | None]:
+    """Return the presence that :func:`_of_presence` was given."""
+    pairs = ((name, float(weight)) for name, weight in zip(names, weights, strict=True) if not math.isnan(weight))
+    return {name: None if weight == _NOBODY else weight for name, weight in pairs}

@@ -193,8 +193,8 @@ class Worker:
 
         center = self._center_in_file(everywhere=False)
         requests, replies = communicator.messages(), communicator.messages()
-        workers = communicator.size
-        return ServiceTransport(requests, replies, self._parts, workers, holders, bounds, self._outer, center)
+        workers, leaves = communicator.size, self._replica.leaves
+        return ServiceTransport(requests, replies, self._parts, workers, holders, bounds, self._outer, leaves, center)
 
     def _center_in_file(self, everywhere: bool) -> np.ndarray | None:
         """Return the memory of a center in a file, on the ranks that hold it; None if there is no file."""

@@ -24,7 +24,7 @@ _MAPPINGS: dict[str, Callable[[Any], Any]] = {
 }
 """Mappings that are restored with their type; the default factory of a defaultdict is lost."""
 
-_KINDS = "?biufcSUmM"
+KINDS = "?biufcSUmM"
 """Kinds of numpy dtypes that files can hold."""
 
 _SCALAR = "scalar"
@@ -171,7 +171,7 @@ class _Encoder:
         if isinstance(value, Deferred):
             return self._encode_deferred(value, path)
         found = self._leaves.to_array(value, self._copy)
-        if found is None and isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _KINDS:
+        if found is None and isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in KINDS:
             found = np.array(value, copy=self._copy or None), _SCALAR if isinstance(value, np.generic) else ""
         if found is None:
             where = f"{path[0]}{''.join(f'[{key!r}]' for key in path[1:])}" if path else "the value"

@@ -213,7 +213,7 @@ def _judge(
         text = f"Horovod sees {RANKS} ranks, but mpi4py {report['world']}: it was built for another MPI"
         return Finding(WARNING, what, text, "pip install --force-reinstall --no-binary mpi4py 'mpi4py>=4'")
     if report.get("threads") is False:
-        text = "ranks exchange; MPI has no MPI_THREAD_MULTIPLE, so that asynchronous exchange is refused"
+        text = "ranks exchange; MPI has no MPI_THREAD_MULTIPLE, so that the service of asynchronous exchange uses TCP"
         return Finding(WARNING, what, text, SETUP)
     if ended.code != 0:
         return Finding(bad, what, f"ranks exchange, but end with exit code {ended.code}: {ended.last()}", again)

@@ -126,7 +126,7 @@ def _settings_of_horovod(environment: Mapping[str, str]) -> Iterator[Finding]:
         text = f"is {cycle} ms: this suits asynchronous jobs, but synchronous exchanges wait up to that long"
         yield Finding(WARNING, "HOROVOD_CYCLE_TIME", text, "unset HOROVOD_CYCLE_TIME  # for synchronous jobs")
     if environment.get("HOROVOD_MPI_THREADS_DISABLE", "0") != "0":
-        text = "is set: asynchronous exchange is refused"
+        text = "is set: the service of asynchronous exchange uses TCP instead of MPI"
         yield Finding(WARNING, "HOROVOD_MPI_THREADS_DISABLE", text, "unset HOROVOD_MPI_THREADS_DISABLE")
 
 

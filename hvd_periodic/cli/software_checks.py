@@ -59,7 +59,7 @@ def _framework(name: str, facts: Facts, environment: Mapping[str, str]) -> Itera
     if not (horovod["mpi"] or horovod["gloo"]):
         yield Finding(PROBLEM, what, text, f"HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 {SETUP}")
     elif not horovod["mpi"]:
-        yield Finding(WARNING, what, f"{text}: no mpirun, no asynchronous training", f"HOROVOD_WITH_MPI=1 {SETUP}")
+        yield Finding(WARNING, what, f"{text}: no mpirun", f"HOROVOD_WITH_MPI=1 {SETUP}")
     elif not horovod["gloo"]:
         yield Finding(WARNING, what, f"{text}: no horovodrun --gloo, no elastic jobs", f"HOROVOD_WITH_GLOO=1 {SETUP}")
     else:
@@ -137,7 +137,7 @@ def mpi(version: str, facts: Facts, horovod: bool = True) -> Iterator[Finding]:
         yield Finding(WARNING, "horovodrun --mpi", text, "mpirun -np 2 ...  # or horovodrun --gloo")
     if "missing" in facts or "failed" in facts:
         reason = facts.get("missing") or facts.get("failed")
-        text = f"is not installed: no exchange over MPI, and no asynchronous training ({reason})"
+        text = f"is not installed: no exchange over MPI ({reason})"
         yield Finding(WARNING, "mpi4py", text, "pip install 'mpi4py>=4'")
         return
     loaded = implementation(facts["library"])

@@ -181,17 +181,9 @@ class HorovodCommunicator(JobCommunicator):
         everyone.tracker = tracker_of(_EVERYONE, self._hvd.rank(), range(self._hvd.size()))
         return everyone
 
-    def require_mpi(self) -> None:
-        """Raise a RuntimeError unless Horovod runs on an MPI with support for threads."""
-        if not self._hvd.mpi_enabled():
-            raise RuntimeError(
-                "Asynchronous exchange needs MPI, and this job runs on Gloo: start it with mpirun or horovodrun --mpi"
-            )
-        if not self._hvd.mpi_threads_supported():
-            raise RuntimeError(
-                "Asynchronous exchange needs an MPI with MPI_THREAD_MULTIPLE: call hvd.init() before anything else "
-                "starts MPI, and unset HOROVOD_MPI_THREADS_DISABLE"
-            )
+    def started_mpi(self) -> bool:
+        """Return whether Horovod runs on an MPI with support for threads."""
+        return bool(self._hvd.mpi_enabled() and self._hvd.mpi_threads_supported())
 
     def gather(self, array: np.ndarray, name: str) -> np.ndarray:
         """Gather an array."""

@@ -16,6 +16,7 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.collective_tracker import ASYNCHRONOUS_START, tracker_of
 from hvd_periodic.comm.groups import divides_the_job
 from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
+from hvd_periodic.comm.peers import Peers, peers_of
 from hvd_periodic.comm.stall_monitor import monitor_address
 from hvd_periodic.comm.transports import LocalMemory, Messages, SharedMemory
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 class JobCommunicator(Communicator):
-    """Some ranks of a job, as its library numbers them, with a stall monitor, and with MPI next to the library.
+    """Some ranks of a job, as its library numbers them, with a stall monitor; MPI or TCP is next to the library.
 
     Args:
         process_set: the ranks that exchange, as the library represents them.
@@ -79,8 +80,8 @@ class JobCommunicator(Communicator):
         """Return the communicator of all ranks of the job."""
 
     @abstractmethod
-    def require_mpi(self) -> None:
-        """Raise a RuntimeError if the ranks have no MPI next to the library; collective among them."""
+    def started_mpi(self) -> bool:
+        """Return whether this process can use MPI next to the library, from several threads."""
 
     @abstractmethod
     def gather(self, array: np.ndarray, name: str) -> np.ndarray:
@@ -118,48 +119,52 @@ class JobCommunicator(Communicator):
         return {sender: pickle.loads(np.concatenate(found).data) for sender, found in parts.items()}
 
     def shares_memory(self) -> bool:
-        """Return whether all ranks are on one host, according to the MPI that runs next to the library."""
-        return self.size == 1 or self.tracker.run_blocking(self._mpi.shares_memory, ASYNCHRONOUS_START)
+        """Return whether all ranks are on one host.
+
+        Raises:
+            RuntimeError: the ranks of the job may change.
+        """
+        return self.size == 1 or self.tracker.run_blocking(self._peers.shares_memory, ASYNCHRONOUS_START)
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
         """Return a window of shared memory."""
         if self.size == 1:
             return LocalMemory(nbytes)
-        mpi = self._mpi
-        return self.tracker.run_blocking(lambda: mpi.shared_memory(nbytes), ASYNCHRONOUS_START)
+        peers = self._peers
+        return self.tracker.run_blocking(lambda: peers.shared_memory(nbytes), ASYNCHRONOUS_START)
 
     def messages(self) -> Messages:
-        """Return messages over MPI."""
-        return self.tracker.run_blocking(self._mpi.messages, ASYNCHRONOUS_START)
+        """Return messages over MPI, or else over TCP."""
+        return self.tracker.run_blocking(self._peers.messages, ASYNCHRONOUS_START)
 
     def begin_idle_barrier(self, barrier_id: int) -> Callable[[], int | None]:
         """Start to wait for all ranks outside the library, which would report a stall."""
         if self.size == 1:
             return lambda: barrier_id
-        return self.tracker.begin_idle_barrier(self._mpi.begin_idle_barrier(barrier_id))
+        return self.tracker.begin_idle_barrier(self._peers.begin_idle_barrier(barrier_id))
 
     @property
     def channel(self) -> object:
-        """The MPI communicator, if there are several ranks."""
-        return self if self.size == 1 else self._mpi
+        """What carries idle barriers, if there are several ranks."""
+        return self if self.size == 1 else self._peers
 
     def leave(self) -> None:
         """Mark the end of this process as regular."""
-        if self._has_mpi:
-            self._mpi.leave()
+        if self._has_peers:
+            self._peers.leave()
 
     def dead_ranks(self) -> list[int]:
-        """Return the dead ranks, which can only be detected in asynchronous training on one host."""
-        return self._mpi.dead_ranks() if self._has_mpi else []
+        """Return the dead ranks, which can only be detected in asynchronous training: with MPI, on one host."""
+        return self._peers.dead_ranks() if self._has_peers else []
 
     def alive(self) -> bool:
         """Return whether MPI has not ended, if it is in use: starting it is collective, and this query is not."""
-        return not self._has_mpi or self._mpi.alive()
+        return not self._has_peers or self._peers.alive()
 
     def abort(self) -> None:
         """End all processes of the job."""
         if self.size > 1:
-            self._mpi.abort()
+            self._peers.abort()
 
     def wait_for_job(self) -> None:
         """Wait for all ranks of the job, if these are one of the groups that it is divided into."""
@@ -170,11 +175,19 @@ class JobCommunicator(Communicator):
                 everyone.gather(np.zeros(1, np.int64), "hvd_periodic.job")
 
     @property
-    def _has_mpi(self) -> bool:
-        return self.size > 1 and "_mpi" in vars(self)
+    def _has_peers(self) -> bool:
+        return self.size > 1 and "_peers" in vars(self)
 
     @cached_property
-    def _mpi(self) -> MPICommunicator:
-        """Return these ranks as an MPI communicator; collective among them."""
-        self.require_mpi()
-        return communicator_of_ranks(self.allgather_object(world_rank(), "hvd_periodic.mpi"))
+    def _peers(self) -> MPICommunicator | Peers:
+        """How these ranks reach each other outside the library: over MPI if all have it; collective among them."""
+        if self.elastic:
+            raise RuntimeError(
+                "Asynchronous exchange needs ranks that do not change, and this job is elastic: start it without "
+                "--min-np, --max-np and --host-discovery-script; or exchange synchronously"
+            )
+        ranks = self.allgather_object(world_rank() if self.started_mpi() else None, "hvd_periodic.mpi")
+        of_mpi = [rank for rank in ranks if rank is not None]
+        if len(set(of_mpi)) < len(ranks):  # Also if mpi4py was built for another MPI, in which each rank is alone.
+            return peers_of(self, self.process_set, self.one_host)
+        return communicator_of_ranks(of_mpi)

@@ -16,7 +16,8 @@ import numpy as np
 from hvd_periodic.comm.base import Communicator, common_barrier
 from hvd_periodic.comm.collective_tracker import ASYNCHRONOUS_START, tracker_of
 from hvd_periodic.comm.collectives import gather_objects
-from hvd_periodic.comm.shared_memory import LivenessBarrier, on_one_host, open_window
+from hvd_periodic.comm.mpi_messages import MPIMessages
+from hvd_periodic.comm.shared_memory import SPARE_BYTES_PER_RANK, LivenessBarrier, WindowMemory, open_window
 from hvd_periodic.comm.stall_monitor import monitor_address
 from hvd_periodic.comm.stall_protocol import stable_hash
 from hvd_periodic.comm.transports import Messages, SharedMemory
@@ -166,17 +167,18 @@ class MPICommunicator(Communicator):
 
     def shares_memory(self) -> bool:
         """Return whether all ranks are on one host."""
-        return self.tracker.run_blocking(lambda: on_one_host(self._comm), ASYNCHRONOUS_START)
+        return self.tracker.run_blocking(lambda: _on_one_host(self._comm), ASYNCHRONOUS_START)
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
         """Return a window of shared memory; from then on, idle barriers do not wait for dead ranks."""
 
+        def window(size: int) -> WindowMemory:
+            return open_window(self.rank, self._comm.allgather, size, SPARE_BYTES_PER_RANK * self.size)
+
         def opened() -> SharedMemory:
-            memory = open_window(self._comm, nbytes)
+            memory = window(nbytes)
             if self._liveness is None:
-                self._liveness = LivenessBarrier(
-                    open_window(self._comm, LivenessBarrier.nbytes(self.size)), self.rank, self.size
-                )
+                self._liveness = LivenessBarrier(window(LivenessBarrier.nbytes(self.size)), self.rank, self.size)
                 self._comm.Barrier()
             return memory
 
@@ -184,7 +186,7 @@ class MPICommunicator(Communicator):
 
     def messages(self) -> Messages:
         """Return messages over a duplicate of the communicator."""
-        return Messages(self.tracker.run_blocking(self._comm.Dup, ASYNCHRONOUS_START))
+        return MPIMessages(self.tracker.run_blocking(self._comm.Dup, ASYNCHRONOUS_START))
 
     def begin_idle_barrier(self, barrier_id: int) -> Callable[[], int | None]:
         """Enter the :class:`LivenessBarrier`, if any; else start a nonblocking reduction: MPI would wait on a core."""
@@ -243,6 +245,16 @@ def _known(buffer: Any) -> Any:
     return buffer
 
 
+def _on_one_host(comm: MPI.Intracomm) -> bool:
+    """Return whether all ranks can share memory. Collective."""
+    from mpi4py import MPI
+
+    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    together = host.Get_size() == comm.Get_size()
+    host.Free()
+    return bool(comm.allreduce(together, op=MPI.LAND))
+
+
 def _in_the_job(comm: MPI.Intracomm) -> list[int]:
     """Return the global ranks of a communicator; its own ranks, if some belong to another job."""
     from mpi4py import MPI
@@ -282,31 +294,17 @@ def world_numbering() -> tuple[int, int]:
     return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 
 
-def world_rank() -> int:
-    """Return this process's rank in the whole job.
-
-    Raises:
-        RuntimeError: mpi4py cannot be imported.
-    """
+def world_rank() -> int | None:
+    """Return this process's rank in the whole job; None if mpi4py cannot be imported."""
     try:
         from mpi4py import MPI
-    except ImportError as error:
-        raise RuntimeError(
-            f"Asynchronous exchange needs mpi4py, built for Horovod's MPI ({error}): pip install mpi4py"
-        ) from error
+    except (ImportError, RuntimeError):  # A RuntimeError: there is no library of MPI.
+        return None
     return int(MPI.COMM_WORLD.Get_rank())
 
 
 def communicator_of_ranks(ranks: Sequence[int]) -> MPICommunicator:
-    """Return the communicator of these ranks of the job, in this order; the first call is collective among them.
-
-    Raises:
-        RuntimeError: mpi4py sees fewer ranks than there are.
-    """
-    if len(set(ranks)) < len(ranks):
-        raise RuntimeError(
-            "mpi4py was built for a different MPI than Horovod, and sees only one rank: build both for the same MPI"
-        )
+    """Return the communicator of these ranks of the job, in this order; the first call is collective among them."""
     key = tuple(ranks)
     if key not in _of_ranks:
         _of_ranks[key] = MPICommunicator(group_of_ranks(ranks), watched=False)  # The caller's communicator is watched.

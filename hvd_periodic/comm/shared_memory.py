@@ -5,19 +5,16 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hvd_periodic.comm.base import common_barrier
-from hvd_periodic.comm.transports import NoSharedMemoryError, SharedMemory
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from hvd_periodic.comm.transports import Gather, NoSharedMemoryError, SharedMemory
 
 FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 """Folder whose files are in memory."""
@@ -78,46 +75,61 @@ class WindowMemory(SharedMemory):
         os.close(self._file)
 
 
-def on_one_host(comm: MPI.Intracomm) -> bool:
-    """Return whether all ranks can share memory. Collective."""
-    from mpi4py import MPI
+def shares_folder(rank: int, gather: Gather) -> bool:
+    """Return whether all ranks can open the same file in memory. Collective."""
+    path, token = "", secrets.token_bytes(16)
+    if rank == 0:
+        with suppress(OSError):
+            file, path = tempfile.mkstemp(prefix="hvd_periodic.", dir=FOLDER)
+            os.write(file, token)
+            os.close(file)
+    path, token = gather((path, token))[0]
+    try:
+        found = Path(path).read_bytes() == token
+    except OSError:
+        found = False
+    together = all(gather(found))
+    if rank == 0 and path:
+        Path(path).unlink()
+    return together
 
-    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    together = host.Get_size() == comm.Get_size()
-    host.Free()
-    return bool(comm.allreduce(together, op=MPI.LAND))
 
-
-def open_window(comm: MPI.Intracomm, nbytes: int) -> WindowMemory:
+def open_window(rank: int, gather: Gather, nbytes: int, spare: int) -> WindowMemory:
     """Return memory that all ranks of one host share, initially zero. Collective.
 
     The file is unlinked before it gets its size: however the ranks end, nothing of it remains.
 
+    Args:
+        rank: this rank.
+        gather: the collective through which the name of the file travels.
+        nbytes: size.
+        spare: bytes that must be left.
+
     Raises:
         NoSharedMemoryError: there is no room for it, or some rank cannot open the file; on all ranks.
     """
-    first = comm.Get_rank() == 0
+    first = rank == 0
     file, path, problem = -1, "", ""
     try:
         if first:
             file, path = tempfile.mkstemp(prefix="hvd_periodic.", dir=FOLDER)
     except OSError as error:
         problem = str(error)
-    path = comm.bcast(path)
+    path = gather(path)[0]
     try:
         if path and not first:
             file = os.open(path, os.O_RDWR)
     except OSError as error:
         problem = str(error)
-    problem = _first_problem(comm, problem)
+    problem = _first_problem(gather(problem))
     if path and first:
         Path(path).unlink()
     try:
         if first and not problem:
-            _reserve(file, nbytes, SPARE_BYTES_PER_RANK * comm.Get_size())
+            _reserve(file, nbytes, spare)
     except OSError as error:
         problem = str(error)
-    problem = _first_problem(comm, problem)
+    problem = _first_problem(gather(problem))
     if problem:
         if file >= 0:
             os.close(file)
@@ -143,8 +155,8 @@ def _reserve(file: int, nbytes: int, spare: int) -> None:
     os.ftruncate(file, nbytes)
 
 
-def _first_problem(comm: MPI.Intracomm, problem: str) -> str:
-    return next((f"rank {rank}: {found}" for rank, found in enumerate(comm.allgather(problem)) if found), "")
+def _first_problem(problems: list[str]) -> str:
+    return next((f"rank {rank}: {found}" for rank, found in enumerate(problems) if found), "")
 
 
 class LivenessBarrier:

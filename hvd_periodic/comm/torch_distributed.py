@@ -203,14 +203,9 @@ class TorchDistributedCommunicator(JobCommunicator):
         received = self._scatter(torch.from_numpy(data.copy()), counts.tolist(), coming)()
         return received.numpy(), coming
 
-    def require_mpi(self) -> None:
-        """Raise a RuntimeError on all ranks unless an MPI launcher has started them."""
-        if not all(self.allgather_object(started_by_mpi(), "hvd_periodic.launcher")):
-            raise RuntimeError(
-                "Asynchronous exchange needs MPI in addition to torch.distributed, and this job was started without "
-                "it: start it with mpirun or srun --mpi=pmix of the MPI that mpi4py was built for; or exchange "
-                'synchronously, with overlap="period" to hide exchanges behind training'
-            )
+    def started_mpi(self) -> bool:
+        """Return whether an MPI launcher has started this process."""
+        return started_by_mpi()
 
     def _gather(self, buffer: torch.Tensor, sizes: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the concatenated tensors of all ranks, whose sizes all ranks know."""

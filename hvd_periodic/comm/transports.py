@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+Gather = Callable[[Any], list[Any]]
+"""Returns the values of all ranks, in rank order; collective."""
 
 SHORT, LONG = 5e-5, 2e-3
 """Polling intervals in seconds: of a message in flight, and after nothing has arrived for a while.
@@ -62,88 +61,78 @@ class LocalMemory(SharedMemory):
 
 @dataclass(frozen=True)
 class Arrival:
-    """A message that has arrived but has not been received yet.
+    """A message that was received.
 
     Attributes:
         source: the rank that sent it.
         tag: its tag.
-        receive: receives it into an array of its size.
+        data: its elements.
     """
 
     source: int
     tag: int
-    receive: Callable[[np.ndarray], None]
+    data: np.ndarray
 
 
-class Messages:
-    """Sends and receives arrays through mpi4py; messages from one rank arrive in the order in which they were sent.
+class PeerLostError(RuntimeError):
+    """Another rank has ended, or its connection is broken: what it was to send, or to receive, is lost."""
 
-    Args:
-        comm: a communicator that nothing else uses.
+
+class Request(Protocol):
+    """A message that is being sent or received."""
+
+    def done(self) -> bool:
+        """Return whether it has been sent or received, or never will be."""
+
+    def wait(self) -> None:
+        """Wait until it has been sent or received; waiting takes no CPU time.
+
+        Raises:
+            PeerLostError: the other rank has ended, where that can be noticed.
+        """
+
+
+class Messages(ABC):
+    """Sends arrays to other ranks, and receives them.
+
+    Messages from one rank arrive in the order in which they were sent, and are received in that order: one that is not
+    received may hold up those after it. The receiver provides the memory; it knows the dtype and the size of every
+    message from its tag. A rank sends nothing to itself.
 
     Attributes:
         rank: this rank.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
-        self.rank: int = comm.Get_rank()
+    rank: int
 
-    def send(self, data: np.ndarray, rank: int, tag: int) -> Any:
-        """Start to send; return a request for :meth:`wait` or :meth:`done`. The data must stay unchanged until then."""
-        return self._comm.Isend(data, rank, tag)
+    @abstractmethod
+    def send(self, data: np.ndarray, rank: int, tag: int) -> Request:
+        """Start to send; the data must stay unchanged until the request is done."""
 
-    def receive(self, out: np.ndarray, rank: int, tag: int) -> Any:
-        """Start to receive into ``out``; return the request for :meth:`wait`."""
-        return self._comm.Irecv(out, rank, tag)
+    @abstractmethod
+    def receive(self, out: np.ndarray, rank: int, tag: int) -> Request:
+        """Start to receive into ``out``, which has the dtype and the size of the message, and is contiguous."""
 
-    def done(self, request: Any) -> bool:
-        """Return whether a request is complete."""
-        return bool(request.Test())
+    @abstractmethod
+    def next(self, allocate: Callable[[int], np.ndarray]) -> Arrival | None:
+        """Return the next message from any rank that :meth:`receive` does not wait for, or None.
 
-    def wait(self, request: Any) -> None:
-        """Wait for a request, sleeping."""
-        pause = SHORT
-        while not request.Test():
-            time.sleep(pause)
-            pause = min(LONG, pause * 1.1)
+        Args:
+            allocate: returns memory for a message, given its tag; raises a ValueError if no message has this tag.
+        """
 
-    def next(self) -> Arrival | None:
-        """Return the next message that has arrived from any rank, or None."""
-        from mpi4py import MPI
+    @abstractmethod
+    def pause(self, seconds: float) -> None:
+        """Sleep for about that long; implementations that notice the arrival of a message wake up."""
 
-        status = MPI.Status()
-        message = self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
-        if message is None:
-            return None
-        return Arrival(status.Get_source(), status.Get_tag(), lambda out: self.wait(message.Irecv(out)))
-
-    def receive_bytes(self, rank: int, tag: int) -> bytes:
-        """Wait for a message of unknown length."""
-        from mpi4py import MPI
-
-        pause, status = SHORT, MPI.Status()
-        while (message := self._comm.Improbe(rank, tag, status)) is None:
-            time.sleep(pause)
-            pause = min(LONG, pause * 1.1)
-        data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-        self.wait(message.Irecv(data))
-        return data.tobytes()
-
-    def barrier(self) -> None:
-        """Wait for all ranks, sleeping."""
-        self.wait(self._comm.Ibarrier())
-
+    @abstractmethod
     def alive(self) -> bool:
-        """Return whether MPI has not ended."""
-        from mpi4py import MPI
+        """Return whether messages can still travel."""
 
-        return not MPI.Is_finalized()
-
+    @abstractmethod
     def abort(self) -> None:
-        """End all processes of the job."""
-        self._comm.Abort(1)
+        """End this process, and the job with it."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Free the communicator; collective."""
-        self._comm.Free()
+        """Release everything, once all messages have been received; collective."""

@@ -430,7 +430,7 @@ def refuse_fixed(name: str, synchronizer: ReplicaSynchronizer[Any], averages: bo
     within = getattr(getattr(communicator, "process_set", None), "process_set_id", None)
     refused = {
         "has 'local' `parameters`, which no rank has for one that joins": synchronizer.replica.keeps_own,
-        "exchanges asynchronously, and MPI ends with the first rank": synchronizer.exchanger.worker is not None,
+        "exchanges asynchronously, among ranks that cannot change": synchronizer.exchanger.worker is not None,
         "wraps an hvd.DistributedOptimizer, whose ranks have to agree at every step": averages,
         f"exchanges within process set {within}, with which Horovod ends all ranks when one is lost; use "
         "process_set=hvdp.node_ranks instead": within not in (0, None),

@@ -9,14 +9,14 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from hvd_periodic.checkpoints import Leaves, Saving
+from hvd_periodic.checkpoints import Saving
 from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
 from hvd_periodic.comm.membership import TrainingGroup, ranks_of_levels
 from hvd_periodic.elastic.shards import start_from_saved_center
 from hvd_periodic.keras.model import described
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.leaves import Tensors
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer, levels_of
 from hvd_periodic.tensorflow.resharding import resharded
 from hvd_periodic.tensorflow.settings import innermost
@@ -135,37 +135,6 @@ def load(
 
     found = resume(Path(path), _everyone(levels), at_step, Tensors(), stateful.keys(), restore, failed)
     return {name: value for name, value in more.items() if name not in stateful} | found
-
-
-class Tensors(Leaves):
-    """Converts TensorFlow tensors to arrays; dtypes that numpy lacks become unsigned integers of the same bits."""
-
-    def to_array(self, value: Any, copy: bool) -> tuple[np.ndarray, str] | None:
-        """Return a tensor, or an array of a TensorFlow dtype, as an array that is a copy; None for other values."""
-        if tf.is_tensor(value) and not isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
-            array = np.asarray(value)
-            kind = f"tensor {array.dtype.name}"
-        elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind == "V" and value.dtype.names is None:
-            array, kind = np.asarray(value), value.dtype.name
-        else:
-            return None
-        if array.dtype.kind == "V":
-            array = array.view(f"u{array.dtype.itemsize}")
-        return np.array(array, copy=copy or None), kind
-
-    def from_array(self, array: np.ndarray, kind: str) -> Any:
-        """Return the tensor or array that :meth:`to_array` was given."""
-        dtype = tf.as_dtype(kind.removeprefix("tensor ")).as_numpy_dtype
-        array = array if array.dtype == dtype else array.view(dtype)
-        return tf.constant(array) if kind.startswith("tensor ") else array
-
-    def to_name(self, value: Any) -> str | None:
-        """Return the name of a dtype."""
-        return value.name if isinstance(value, tf.DType) else None
-
-    def from_name(self, name: str) -> Any:
-        """Return the dtype."""
-        return tf.as_dtype(name)
 
 
 def _check(model: Any, optimizer: Any) -> None:

@@ -27,7 +27,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         moving_rate: α in (0, 2/(n+1)]; default min(0.9/n, 1/(n+1)).
         beta: α = β/n instead, without division by τ.
         rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
-        asynchronous: each rank exchanges with one center on its own clock, without waiting for other ranks; needs MPI.
+        asynchronous: each rank exchanges with one center on its own clock, without waiting for other ranks.
             The center is on ``root_rank``, or with ``center="sharded"`` in shards on all ranks; the rate is in (0, 1].
         period: another name for ``communication_period``.
         options: options of :class:`PeriodicOptimizer`; the signature has their defaults.
@@ -141,7 +141,7 @@ class AGNOptimizer(PeriodicOptimizer):
         outer_optimizer: an unused Keras optimizer that moves the center. Default: a copy of ``optimizer`` with its own
             state, which uses the learning rate of ``optimizer`` at the time of the exchange.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
-        asynchronous: each rank exchanges with one center on its own clock, without waiting for other ranks; needs MPI.
+        asynchronous: each rank exchanges with one center on its own clock, without waiting for other ranks.
             The center's optimizer applies the gradients of one worker after another.
         period: another name for ``communication_period``.
         options: options of :class:`PeriodicOptimizer`; the signature has their defaults.

@@ -18,6 +18,7 @@ from hvd_periodic.replica import SOME
 from hvd_periodic.tensorflow.host import in_session
 from hvd_periodic.tensorflow.host_values import HostValues, blocks_of, empty
 from hvd_periodic.tensorflow.hosted import is_in_host_memory
+from hvd_periodic.tensorflow.leaves import Tensors
 from hvd_periodic.tensorflow.progress import NewVariable
 from hvd_periodic.tensorflow.space import HostSpace, TensorSpace
 from hvd_periodic.tensorflow.store import ArrayStore, CenterStore, VariableStore, array_of, layout_of
@@ -49,6 +50,7 @@ class VariableReplica(NamedReplica):
     """
 
     reuses_memory = False
+    leaves = Tensors()
     framework = f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
 
     def __init__(

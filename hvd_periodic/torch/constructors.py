@@ -27,7 +27,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         moving_rate: α in (0, 2/(n+1)]; default min(0.9/n, 1/(n+1)).
         beta: α = β/n instead, without division by τ.
         rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
-        asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks; needs MPI. The
+        asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks. The
             center is on ``root_rank``, or with ``center="sharded"`` in shards on all ranks; the moving rate is in
             (0, 1].
         period: another name for ``communication_period``.
@@ -135,7 +135,7 @@ class AGNOptimizer(PeriodicOptimizer):
             parameter groups to an optimizer. Default: a copy of ``optimizer``. A copy has its own state and the
             original's arguments and attributes, and follows the original's hyper-parameters.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
-        asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks; needs MPI. The
+        asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks. The
             center's optimizer applies the gradients of one worker after another.
         period: another name for ``communication_period``.
         options: options of :class:`PeriodicOptimizer`; the signature has their defaults.

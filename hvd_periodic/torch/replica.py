@@ -25,6 +25,7 @@ from hvd_periodic.buffers import (
 )
 from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.torch.dtypes import COMPLEX, INTEGERS, REALS, as_real
+from hvd_periodic.torch.leaves import Tensors
 from hvd_periodic.torch.model import NamedTensors
 from hvd_periodic.torch.modes import Modes
 from hvd_periodic.torch.sharded_parameters import check_sharded, facts_of, is_sharded, shard_of
@@ -55,6 +56,7 @@ class TorchReplica(Replica[torch.Tensor]):
     """
 
     reports_work = True
+    leaves = Tensors()
     framework = f"PyTorch {torch.__version__}"
     how_to_exclude = (
         "Set requires_grad = False on them before the optimizer is made; or register them as buffers and choose a "

@@ -55,8 +55,8 @@ CENTER_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 Tensors = Sequence[torch.Tensor]
 
-transports, hosts, saving, loading, gloo = Scenarios(), Scenarios(), Scenarios(), Scenarios(), Scenarios()
-GROUPS = {"transports": transports, "hosts": hosts, "saving": saving, "loading": loading, "gloo": gloo}
+transports, hosts, saving, loading = Scenarios(), Scenarios(), Scenarios(), Scenarios()
+GROUPS = {"transports": transports, "hosts": hosts, "saving": saving, "loading": loading}
 FOLDER: list[Path] = []
 
 
@@ -738,12 +738,6 @@ def before_the_first_step(mode: str) -> Any:
     return difference(found[1::2], expected[1::2])
 
 
-@gloo
-def without_mpi() -> Any:
-    """What ranks that Gloo connects are told."""
-    return {mode: attempt(lambda mode=mode: elastic(mode, [torch.nn.Parameter(torch.zeros(3))])) for mode in MODES}
-
-
 @hosts
 def across_hosts() -> Any:
     """What happens by default, and where memory is asked for that ranks do not share."""
@@ -784,7 +778,7 @@ def end(way: str, mode: str) -> None:
 def main(folder: Path, group: str, mode: str = "") -> None:
     """Run a group of scenarios, or come to an end."""
     faulthandler.dump_traceback_later(SECONDS, exit=True)
-    size = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
+    size = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
     if size == 3:
         PROCESS_SETS.append(hvd.ProcessSet([0, 2]))
     hvd.init(process_sets=PROCESS_SETS or None)

@@ -1,6 +1,6 @@
 """What every rank does in asynchronous exchange with the Keras optimizers and the synchronizer; see ``scenarios.py``.
 
-mpirun -np 2 python -m tests.parallel.asynchronous_tensorflow_scenarios FOLDER mpi
+mpirun -np 2 python -m tests.parallel.asynchronous_tensorflow_scenarios FOLDER
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from unittest.mock import patch
 import keras
 import numpy as np
 import tensorflow as tf
-import tensorflow.compat.v1 as v1
 from safetensors.numpy import load_file
 
 import hvd_periodic.tensorflow as hvdp
 from hvd_periodic.asynchronous.worker import VARIABLE
-from hvd_periodic.tensorflow import contrib_opt
 from tests.parallel import left_out_in_turn as in_turn_of
 from tests.parallel.keras_scenarios import (
     LOOPS,
@@ -48,8 +46,7 @@ MODES: dict[str, tuple[str, str]] = {
 }
 """What the environment variable says, and where the center lives."""
 
-mpi, gloo = Scenarios(), Scenarios()
-GROUPS = {"mpi": mpi, "gloo": gloo}
+scenario = Scenarios()
 PROCESS_SETS: list[Any] = []
 
 LOCAL: dict[str, Callable[[], Any]] = {
@@ -73,7 +70,7 @@ def on_all(*modes: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]
             return results
 
         run.__name__ = function.__name__
-        mpi(run)
+        scenario(run)
         return function
 
     return register
@@ -119,7 +116,7 @@ def quadratic(optimizer: Any, w: Any) -> Callable[[], None]:
     return step
 
 
-@mpi
+@scenario
 def one_worker() -> Any:
     """Alone: x and c after each step, synchronously and not, of several local optimizers."""
     if hvd.size() > 1:
@@ -157,7 +154,7 @@ class Record(keras.callbacks.Callback):
         self.seen.append((float(self._weight.numpy()[0, 0]), read_center(self._optimizer, self._weight)[0]))
 
 
-@mpi
+@scenario
 def one_worker_in_fit() -> Any:
     """Gradient −1 through ``model.fit``, in one and in several steps per execution, and in the other loops."""
     if hvd.size() > 1:
@@ -774,7 +771,7 @@ def disagree(last: dict[str, Any], others: dict[str, Any] | None = None) -> str:
     return attempt(make)
 
 
-@mpi
+@scenario
 def refusals() -> Any:
     """Arguments that make no sense, on the last rank or on all."""
     both = {"asynchronous": True}
@@ -795,42 +792,15 @@ def refusals() -> Any:
     return {name: disagree(*case) for name, case in cases.items()}
 
 
-@gloo
-def without_mpi() -> Any:
-    """Every front end, both algorithms, and every transport."""
-    results = {}
-    for transport in ("", "service", "window"):
-        for cls in (hvdp.ElasticAverageOptimizer, hvdp.AGNOptimizer):
-            case = {"cls": cls, "asynchronous": True, "transport": transport}
-            results[f"{cls.__name__} {transport}"] = disagree(case, case)
-    results["synchronizer"] = attempt(
-        lambda: hvdp.Synchronizer([tf.Variable([0.0])], hvdp.EASGD(0.25), 2, asynchronous=True)
-    )
-    for name, getter_class in (("ElasticAverage", "ElasticAverageCustomGetter"), ("AGN", "AGNCustomGetter")):
-        with tf.Graph().as_default():
-            getter = getattr(contrib_opt, getter_class)("")
-            with v1.variable_scope("", custom_getter=getter):
-                w = v1.get_variable("w", initializer=tf.constant([0.0]))
-            cls = getattr(contrib_opt, f"{name}Optimizer")
-            inner = v1.train.GradientDescentOptimizer(1.0)
-            results[f"contrib {name}"] = attempt(
-                lambda cls=cls, inner=inner, getter=getter, w=w: cls(
-                    inner, hvd.size(), getter, 2, asynchronous=True
-                ).minimize(tf.reduce_sum(w))
-            )
-    results["synchronous"] = disagree({}, {"asynchronous": False})
-    return results
-
-
-def main(folder: Path, group: str) -> None:
-    """Run all scenarios of a group."""
+def main(folder: Path) -> None:
+    """Run all scenarios."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
     if int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 2:
         PROCESS_SETS.append(hvd.ProcessSet([0, 2]))
     hvd.init(process_sets=PROCESS_SETS or None)
-    GROUPS[group].run(folder, hvd.rank())
+    scenario.run(folder, hvd.rank())
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

@@ -2,6 +2,7 @@
 
 mpirun --enable-recovery -np 3 python -m tests.parallel.dying_program FOLDER ALGORITHM VICTIM WHERE MORE
 
+Without a launcher, RANK and WORLD_SIZE say which rank this is, and ranks of PyTorch meet in FOLDER/rendezvous.
 With WHERE = waited it dies when all others wait for it in finalize(), and the center lies in FOLDER/center.safetensors.
 """
 
@@ -62,14 +63,23 @@ def die_waited_for(folder: Path, rank: int, size: int, x: np.ndarray) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def of_torch(more: dict[str, Any]) -> tuple[Any, np.ndarray, Any]:
-    """Return an optimizer over Horovod, the memory of its parameter, and what takes a step by a gradient."""
-    import horovod.torch as hvd
+def of_torch(folder: Path, more: dict[str, Any]) -> tuple[Any, np.ndarray, Any]:
+    """Return an optimizer over Horovod, the memory of its parameter, and what takes a step by a gradient.
+
+    Over torch.distributed, if no launcher has started this process.
+    """
     import torch
 
     import hvd_periodic.torch as hvdp
 
-    hvd.init()
+    if "WORLD_SIZE" in os.environ:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = torch.distributed.FileStore(str(folder / "rendezvous"), size)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    else:
+        import horovod.torch as hvd
+
+        hvd.init()
     parameter = torch.nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
     inner = torch.optim.SGD([parameter], lr=1.0)
     optimizer = hvdp.ElasticAverageOptimizer(inner, [("x", parameter)], 1, RATE, asynchronous=True, **more)
@@ -97,7 +107,7 @@ def main(folder: Path, algorithm: str, victim: int, where: str, more: int) -> No
     """Train until the victim has died, and then so many more steps."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = {"center_file": folder / "center.safetensors"} if where == "waited" else {}
-    optimizer, x, step = of_torch(options) if algorithm == "torch" else of_numpy(algorithm, options)
+    optimizer, x, step = of_torch(folder, options) if algorithm == "torch" else of_numpy(algorithm, options)
     communicator = optimizer.synchronizer.membership.communicator
     rank = communicator.rank
     steps = after = 0

@@ -22,10 +22,16 @@ pytestmark = pytest.mark.timeout(200)
 
 PROGRAM = "asynchronous_scenarios"
 MODES = ("window", "service", "sharded")
+OF_LIBRARY = ("descriptions", "conservation", "stress", "elastic_in_turn", "normalized_in_turn", "refused")
+"""What ranks do to reach each other."""
+
 JOBS = [
     *(thorough(("python", 1)), thorough(("mpirun", 2)), ("mpirun", 3)),
     *(thorough(("mpirun, torch.distributed", 3)), thorough(("mpirun, MPI", 3))),
+    *(("torchrun", 2), ("horovodrun --gloo", 2, *OF_LIBRARY), thorough(("torchrun", 3))),
 ]
+"""Launcher, ranks, and what the job runs; default: everything. The last have no MPI."""
+
 RATE = 0.25
 
 Reports = list[dict[str, Any]]
@@ -34,10 +40,10 @@ Reports = list[dict[str, Any]]
 @pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """What each rank of one job reports; all tests of a job share it."""
-    launcher, size = request.param
+    launcher, size, *only = request.param
     framework = None if launcher.startswith("mpirun, ") else "torch"  # There, Horovod is not imported.
     folder = tmp_path_factory.mktemp("job")
-    return run_scenarios(launcher, size, PROGRAM, folder, 120, "transports", framework=framework)
+    return run_scenarios(launcher, size, PROGRAM, folder, 120, "transports", framework=framework, only=only)
 
 
 @pytest.fixture(scope="module")
@@ -349,15 +355,6 @@ def test_restart_on_another_transport(restarted: tuple[Reports, Reports], mode: 
 @pytest.mark.parametrize("mode", MODES)
 def test_restart_from_before_the_first_step(restarted: tuple[Reports, Reports], mode: str) -> None:
     assert column(restarted[1], "before_the_first_step", mode) == [0.0, 0.0]
-
-
-def test_gloo_is_refused(tmp_path: Path) -> None:
-    for report in column(
-        run_scenarios("horovodrun --gloo", 2, PROGRAM, tmp_path, 60, "gloo", framework="torch"), "without_mpi"
-    ):
-        for mode in MODES:
-            assert report[mode].startswith("RuntimeError: Asynchronous exchange needs MPI")
-            assert "start it with mpirun" in report[mode]
 
 
 @pytest.mark.parametrize(

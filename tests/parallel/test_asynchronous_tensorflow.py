@@ -23,10 +23,16 @@ JOBS = [
     ("mpirun, MPI", 2, "in_turn", "conservation", "resume"),
     thorough(("mpirun", 3)),
     thorough(("mpirun, MPI", 3)),
+    ("horovodrun --gloo", 2, "in_turn", "resume", "uneven_data"),
 ]
-"""Launcher, ranks, and what the job runs; default: everything."""
+"""Launcher, ranks, and what the job runs; default: everything. The last has no MPI."""
 
-GRAPHS = [thorough(("mpirun", 1, "v2")), ("mpirun", 2, "v1"), thorough(("mpirun, MPI", 2, "v2"))]
+GRAPHS = [
+    thorough(("mpirun", 1, "v2")),
+    ("mpirun", 2, "v1"),
+    thorough(("mpirun, MPI", 2, "v2")),
+    thorough(("horovodrun --gloo", 2, "v1")),
+]
 """Launcher, ranks, and version."""
 
 DEFAULT_RHO = [[1, 0], [1.3125, 0.4375], [1.984375, 0.4375], [1.9755859375, 0.9501953125]]
@@ -36,7 +42,7 @@ DEFAULT_RHO = [[1, 0], [1.3125, 0.4375], [1.984375, 0.4375], [1.9755859375, 0.95
 @pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     launcher, size, *only = request.param
-    arguments = (launcher, size, "asynchronous_tensorflow_scenarios", tmp_path_factory.mktemp("job"), 200, "mpi")
+    arguments = (launcher, size, "asynchronous_tensorflow_scenarios", tmp_path_factory.mktemp("job"), 200)
     return run_scenarios(*arguments, framework="tensorflow", only=only)
 
 
@@ -308,19 +314,6 @@ def test_refusals(ranks: list[dict[str, Any]]) -> None:
             for error in column(found, case):
                 assert error.startswith("ValueError: All ranks must run the same optimizer")
                 assert text in error
-
-
-def test_gloo_has_no_asynchronous_exchange(tmp_path: Any) -> None:
-    """Every front end says so on all ranks, and what to do."""
-    found = run_scenarios(
-        "horovodrun --gloo", 2, "asynchronous_tensorflow_scenarios", tmp_path, 100, "gloo", framework="tensorflow"
-    )
-    for report in column(found, "without_mpi"):
-        assert report.pop("synchronous") == ""
-        assert len(report) == 9
-        for case, error in report.items():
-            assert "RuntimeError: " in error, case
-            assert "start it with mpirun" in error, case
 
 
 def test_graphs_of_one_worker(graphs: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import PATIENCE
-from tests.parallel.launch import MPIRUN, ROOT, environment, python
+from tests.parallel.launch import MPIRUN, ROOT, environment, kill_session, python
 from tests.parallel.tiers import thorough
 
 pytest.importorskip("mpi4py")
@@ -21,6 +21,7 @@ SIZE = 3
 RECOVERS = ["--enable-recovery"]
 """Of Open MPI 4.1 and 5."""
 KILLED = 128 + 9
+TRANSPORT = "HVD_PERIODIC_TRANSPORT"
 
 
 def job(
@@ -82,6 +83,60 @@ def test_without_recovery_the_job_ends(tmp_path: Path) -> None:
     assert code == KILLED, output
     assert list(reports) == [1]
     assert "is at its end" not in output
+
+
+def processes(folder: Path, victim: int, where: str, transport: str) -> tuple[list[int], list[str], dict[int, Any]]:
+    """Run ranks of torch.distributed that no launcher ends; return their exit codes, outputs and reports."""
+    pytest.importorskip("torch")
+    words = [*python("torch"), "-m", "tests.parallel.dying_program", str(folder), "torch", str(victim), where, "20"]
+    variables = environment() | {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", TRANSPORT: transport}
+    started = [
+        subprocess.Popen(
+            words,
+            env=variables | {"RANK": str(rank)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in range(SIZE)
+    ]
+    try:
+        outputs = [process.communicate(timeout=PATIENCE * 60)[0] for process in started]
+    finally:
+        for process in started:
+            kill_session(process.pid)
+    reports = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
+    return [process.returncode for process in started], outputs, reports
+
+
+@pytest.mark.parametrize(
+    ("victim", "where", "transport"),
+    [(0, "inside", "window"), (2, "between", "service"), thorough(1, "between", "service")],
+)
+def test_the_others_go_on_without_mpi(victim: int, where: str, transport: str, tmp_path: Path) -> None:
+    """Through memory as under MPI; over TCP if the dead one held nothing."""
+    codes, outputs, reports = processes(tmp_path, victim, where, transport)
+    living = [rank for rank in range(SIZE) if rank != victim]
+    assert [codes[rank] for rank in living] == [0, 0], outputs
+    for rank in living:
+        assert f"Rank {victim} died: the center keeps earlier pushes, and the other ranks continue" in outputs[rank]
+        assert reports[rank]["lost"] == [victim]
+        assert reports[rank]["center"] == reports[living[0]]["center"]
+    for end in range(2):
+        pulled = sum(report["steps"] * (1 + rank) - report["x"][end] for rank, report in reports.items())
+        pushed_last = reports[victim]["pushed"][end] if end == 0 else 0.0
+        assert reports[living[0]]["center"][end] == pytest.approx(pulled + pushed_last, rel=1e-9)
+
+
+def test_the_others_end_without_the_center(tmp_path: Path) -> None:
+    """Its holder was killed: their next exchange names it."""
+    codes, outputs, reports = processes(tmp_path, 0, "between", "service")
+    assert list(reports) == [0]
+    for rank in (1, 2):
+        assert codes[rank] not in (0, None), outputs[rank]
+        assert "PeerLostError: Rank 0 has ended, or its connection has: " in outputs[rank]
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,6 @@ def test_what_is_refused_is_an_error_on_every_rank(ranks: Reports) -> None:
         "not installed": "Horovod is not installed",
         "process set": "Horovod is not installed",
         "device": "The process group carries no tensors of a cpu device (nccl for cuda)",
-        "asynchronous": "Asynchronous exchange needs MPI in addition to torch.distributed",
     }
     for case, text in everywhere.items():
         for rank, error in enumerate(column(found, case)):

@@ -172,11 +172,6 @@ def refused() -> Any:
     with patch.object(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo,xpu:gloo"):
         of_gloo = communicator_of(None)
     found["gloo"] = [attempt(lambda kind=kind: of_gloo.check_devices([kind])) for kind in ("cpu", "cuda", "xpu")]
-    found["asynchronous"] = attempt(
-        lambda: hvdp.ElasticAverageOptimizer(
-            torch.optim.SGD((m := Scalar()).parameters(), lr=1.0), m, asynchronous=True
-        )
-    )
     found["afterwards"] = attempt(lambda: averaging(Scalar()))
     return found
 

@@ -47,7 +47,7 @@ def program(folder: Path, name: str, text: str) -> Path:
         ({}, {}, OK, "2.13.0", ""),
         ({"horovod": {"missing": True}}, {}, OK, "2.13.0", ""),
         ({"horovod": {"version": "1", "error": "libtorch.so"}}, {}, PROBLEM, "was not built with it", "setup.sh"),
-        ({"horovod": BUILT | {"mpi": False}}, {}, WARNING, "no asynchronous training", "HOROVOD_WITH_MPI=1"),
+        ({"horovod": BUILT | {"mpi": False}}, {}, WARNING, "no mpirun", "HOROVOD_WITH_MPI=1"),
         ({"horovod": BUILT | {"gloo": False}}, {}, WARNING, "no elastic jobs", "HOROVOD_WITH_GLOO=1"),
         ({"horovod": BUILT | {"mpi": False, "gloo": False}}, {}, PROBLEM, "no controller", "HOROVOD_WITH_GLOO=1"),
         ({"gpus": 4}, {}, WARNING, "tensors of 4 GPUs travel through host memory", "HOROVOD_GPU_OPERATIONS=NCCL"),

@@ -43,7 +43,7 @@ class ElasticAverageOptimizer(InitializedByTask):
         synchronous: accepted and ignored; all ranks start together.
         name: name of the optimizer.
         asynchronous: every rank exchanges with one center at its own pace, without waiting for other ranks, as in
-            ``tf.contrib.opt``; needs MPI. The center variables hold the center as this rank last left it, and the final
+            ``tf.contrib.opt``. The center variables hold the center as this rank last left it, and the final
             center after :meth:`get_final_op`. ``moving_rate`` is in (0, 1].
         options: those of :class:`~hvd_periodic.tensorflow.contrib_opt.options.SessionOptions`; the signature has their
             defaults.
