@@ -108,7 +108,8 @@ class TensorCoding(Coding[torch.Tensor]):
 
     def nonzero_rows(self, x: torch.Tensor) -> np.ndarray[Any, Any]:
         """Return for every row whether any element is not 0; waits for the device."""
-        return np.asarray((self.max_abs(x) != 0).flatten().cpu().numpy())  # Several times as fast as any().
+        touched = (x.amax(dim=1) != 0) | (x.amin(dim=1) != 0)  # Several times as fast as any().
+        return np.asarray(touched.cpu().numpy())
 
     def take_rows(self, x: torch.Tensor, places: np.ndarray[Any, Any]) -> torch.Tensor:
         """Return the rows at these indices."""

@@ -1,6 +1,7 @@
 """What the exchange of an embedding table sends and takes if only the touched rows travel, in PyTorch.
 
     mpirun -np 2 python -m tests.benchmarks.rows
+    bash run_scripts/two_hosts.sh 1gbit bash run_scripts/hosts_mpirun.sh h1:1,h2:1 tests/benchmarks/rows.py
 
 Between two exchanges, every rank changes another part of the rows: by default 1 % of 1,000,000 rows of 64. Times are
 medians of the slowest rank, and their ratio to the exchange of the whole table in the same run; the exchanges of both
