@@ -13,14 +13,8 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
-from hvd_periodic.asynchronous.center_in_memory import (
-    CenterInMemory,
-    ExchangedTensors,
-    Ledger,
-    empty,
-    ledger_bucket,
-    numbered,
-)
+from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors, empty, numbered
+from hvd_periodic.asynchronous.ledger import Ledger, ledger_bucket
 from hvd_periodic.asynchronous.transport import Transport, bind
 from hvd_periodic.checkpoints.packed import pack, unpack
 from hvd_periodic.checkpoints.tree import Leaves
@@ -32,7 +26,7 @@ _REQUEST, _ANSWER, _STATE_BYTES, _PAYLOAD = 0, 1, 2, 8
 """Tags of a request, of its answer, and of an optimizer's state; the tag of bucket i is ``_PAYLOAD + 2 i``, the tag of
 its reply one more."""
 
-_BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE, _RATES = range(7)
+_BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE, _RATES, _TAKE = range(8)
 """Requests, of five 64-bit integers: operation, bucket or holder, gradients, workers, and the period as a float64.
 
 ``_BEGIN`` describes the exchange of the payloads to follow; the first holder answers with the staleness of the push.
@@ -118,6 +112,14 @@ class ServiceTransport(Transport):
         for index in range(self._optimized, self._count):
             yield self._transact(index, next(payloads))
         self.missed = staleness()
+
+    def take(self) -> None:
+        """Tell every holder, which has noted it when this worker's next push arrives."""
+        for holder in self._holders:
+            if holder == self._rank:
+                self._own.take(self._rank)
+            else:
+                self._request(holder, _TAKE)
 
     def read(self, index: int) -> np.ndarray:
         """Ask every holder for its share of a bucket."""
@@ -338,6 +340,11 @@ class _Service:
             self._exchanges[worker] = replace(exchange, staleness=staleness)
             return staleness
 
+    def take(self, worker: int) -> None:
+        """Note that a worker takes the center without a push."""
+        with self._lock:
+            self._center.ledger.take([worker])
+
     def transact(self, index: int, payload: np.ndarray, worker: int) -> np.ndarray:
         """Run one transaction of a worker."""
         with self._lock:
@@ -465,6 +472,8 @@ class _Service:
             weights = np.empty(len(self._names))
             self._requests.receive(weights, source, _ANSWER).wait()
             self._presence[source] = _presence_of(weights, self._names)
+        elif operation == _TAKE:
+            self.take(source)
         elif operation == _RATES:
             of_tensors = np.empty(len(self._center.parts[0].layout.specs), np.float64)
             self._requests.receive(of_tensors, source, _ANSWER).wait()

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +17,8 @@ import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_file import CenterFile
-from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors, Ledger, numbered
+from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors, numbered
+from hvd_periodic.asynchronous.ledger import Ledger, lack
 from hvd_periodic.asynchronous.service import ServiceTransport
 from hvd_periodic.asynchronous.transport import MemoryTransport, Transport
 from hvd_periodic.centers.base import Placement
@@ -322,7 +323,7 @@ class Worker:
         self.resume_training()
         lacking = {}
         if each_its_own and parts[0].algorithm.taken_state is not None:
-            reasons = (_lack(worker, each, known, len(loaded)) for worker, each in enumerate(loaded))
+            reasons = (lack(worker, each, known, len(loaded)) for worker, each in enumerate(loaded))
             lacking = {worker: reason for worker, reason in enumerate(reasons) if reason}
         if membership.is_root and state is not None:
             self.transport.write(self._saved(parts, state, list(lacking)), state["center_optimizer"])
@@ -384,6 +385,9 @@ class Worker:
             self.communicator.idle_barrier(self.membership.number)
             self._log_dead_ranks()
             self._final = [self.transport.read(index) for index in range(len(self._places) + 1)]
+            if self._parts[0].algorithm.taken_state is not None:  # All take the center now, see Asynchronous.leave().
+                self.transport.take()
+                self._ledger(self._final[-1]).take(range(self.communicator.size))
             self.communicator.idle_barrier(self.membership.number)
         if self._file is not None:
             self._file.release()
@@ -418,27 +422,6 @@ class Worker:
                 titled(lost),
             )
         self._lost = lost
-
-
-def _lack(worker: int, own: Mapping[str, Any] | None, known: Mapping[str, Any], workers: int) -> str:
-    """Return why what a worker has loaded does not belong to the center; empty if it does.
-
-    Args:
-        worker: its rank.
-        own: the ledger in the state that it has loaded; None if there is no such state.
-        known: the ledger of the center.
-        workers: number of workers.
-    """
-    pushes = known.get("pushes", [])
-    if len(pushes) != workers:
-        return f"the state is one of {len(pushes)} workers, and there are {workers}"
-    if not own:
-        return "it has loaded no state"
-    if own["worker"] != worker:
-        return f"it has loaded the state of rank {own['worker']}"
-    if own["pushes"][worker] != pushes[worker]:
-        return f"its state is one after {own['pushes'][worker]} pushes, and the center has {pushes[worker]} of them"
-    return ""
 
 
 def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[None]:

@@ -106,6 +106,7 @@ class Asynchronous(Exchanger[V]):
             with context.handshake.remember_failure(step):
                 if excluded:
                     self.worker.resume_training()
+                    self.worker.transport.take()
                     reset_to_center(self.tensor_groups, context, excluded)
                 else:
                     presence = {} if self.presence is None else self.presence.alone(own.notes.seen)

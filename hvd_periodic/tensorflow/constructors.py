@@ -90,7 +90,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer, any Keras optimizer; its state stays local.
         model: the model, so that its batch-norm statistics are averaged; or None.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        asynchronous: each rank exchanges with one center on its own clock, without waiting for other ranks; needs MPI.
+        asynchronous: each rank exchanges with one center on its own clock, without waiting for other ranks.
         period: another name for ``interval_steps``.
         options: options of :class:`PeriodicOptimizer`; the signature has their defaults.
 

@@ -88,7 +88,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer; its state stays local.
         model: the model, or (name, parameter) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks; needs MPI.
+        asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks.
         period: another name for ``interval_steps``.
         options: options of :class:`PeriodicOptimizer`; the signature has their defaults.
 
