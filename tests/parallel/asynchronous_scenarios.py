@@ -27,6 +27,7 @@ from hvd_periodic.asynchronous.worker import VARIABLE
 from hvd_periodic.torch import synchronizer as module
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.vectors.layout import chunk
+from tests.conformance.messages_contract import check_messages
 from tests.counting import CountsInGroup
 from tests.helpers import random_arrays
 from tests.parallel import left_out_in_turn as in_turn_of
@@ -42,6 +43,9 @@ MODES: dict[str, tuple[str, str]] = {
 
 SECONDS = 900
 """After so many a rank says where it stands, and ends."""
+
+WITHOUT_MPI4PY = "WITHOUT_MPI4PY"
+"""Environment variable that makes it as good as not installed."""
 
 NEVER = 2**40
 SMALL = 24
@@ -162,6 +166,16 @@ def descriptions(mode: str) -> Any:
     synchronizer = elastic(mode, awkward(0)).synchronizer
     synchronizer.finalize()
     return synchronizer.exchanger.worker.transport.description
+
+
+@transports
+def messages() -> Any:
+    """The contract of messages, over MPI or TCP."""
+    if hvd.size() == 1:
+        raise NotApplicableError("needs several ranks")
+    communicator = elastic("service", awkward(0)).synchronizer.membership.communicator
+    check_messages(communicator.messages, hvd.size(), hvd.barrier)
+    return type(communicator.messages()).__name__
 
 
 @on_all(transports, hosts)
@@ -778,6 +792,8 @@ def end(way: str, mode: str) -> None:
 def main(folder: Path, group: str, mode: str = "") -> None:
     """Run a group of scenarios, or come to an end."""
     faulthandler.dump_traceback_later(SECONDS, exit=True)
+    if WITHOUT_MPI4PY in os.environ:
+        sys.modules["mpi4py"] = None  # type: ignore[assignment]
     size = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
     if size == 3:
         PROCESS_SETS.append(hvd.ProcessSet([0, 2]))

@@ -26,6 +26,7 @@ from hvd_periodic.comm.mpi import MPICommunicator
 from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
+from tests.conformance.messages_contract import check_messages
 from tests.parallel.program import attempt
 
 
@@ -35,6 +36,7 @@ def main(folder: Path) -> None:
 
     communicator = MPICommunicator()
     check_communicator(communicator)
+    check_messages(communicator.messages, communicator.size, MPI.COMM_WORLD.Barrier)
     if find_spec("torch") is not None:
         import torch
 

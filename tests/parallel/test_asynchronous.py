@@ -22,8 +22,13 @@ pytestmark = pytest.mark.timeout(200)
 
 PROGRAM = "asynchronous_scenarios"
 MODES = ("window", "service", "sharded")
-OF_LIBRARY = ("descriptions", "conservation", "stress", "elastic_in_turn", "normalized_in_turn", "refused")
+OF_LIBRARY = ("descriptions", "messages", "conservation", "stress", "elastic_in_turn", "normalized_in_turn", "refused")
 """What ranks do to reach each other."""
+
+ON_HOSTS = ("descriptions", "conservation", "elastic_in_turn", "normalized_in_turn")
+"""Scenarios of hosts that may share memory, as emulated ones do."""
+
+WITHOUT_MPI4PY = "WITHOUT_MPI4PY"
 
 JOBS = [
     *(thorough(("python", 1)), thorough(("mpirun", 2)), ("mpirun", 3)),
@@ -46,12 +51,15 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_scenarios(launcher, size, PROGRAM, folder, 120, "transports", framework=framework, only=only)
 
 
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """What three ranks on two hosts report."""
+@pytest.fixture(scope="module", params=["MPI", "TCP"])
+def hosts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """What three ranks on two hosts report, which without mpi4py have TCP."""
+    words, only = mpirun_on_two_hosts(), ()
+    if request.param == "TCP":
+        words, only = [*words, "-x", f"{WITHOUT_MPI4PY}=1"], ON_HOSTS
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(LAUNCHERS, "two hosts", mpirun_on_two_hosts())
-        return run_scenarios("two hosts", 3, PROGRAM, tmp_path_factory.mktemp("hosts"), 120, "hosts")
+        patch.setitem(LAUNCHERS, "two hosts", words)
+        return run_scenarios("two hosts", 3, PROGRAM, tmp_path_factory.mktemp("hosts"), 120, "hosts", only=only)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +152,11 @@ def check_normalized_in_turn(reports: Reports, modes: tuple[str, ...]) -> None:
 
 def test_transports(ranks: Reports) -> None:
     check_descriptions(ranks, MODES)
+
+
+def test_messages(ranks: Reports, request: pytest.FixtureRequest) -> None:
+    over_mpi = "mpirun" in request.node.callspec.id
+    assert column(ranks, "messages") == ["MPIMessages" if over_mpi else "SocketMessages"] * len(ranks)
 
 
 def test_conservation(ranks: Reports) -> None:
@@ -292,8 +305,11 @@ def test_process_set(ranks: Reports, mode: str) -> None:
     assert total[3:] == pytest.approx(np.zeros(start.size - 3))
 
 
-def test_two_hosts_take_the_service(hosts: Reports) -> None:
+def test_transports_on_two_hosts(hosts: Reports) -> None:
     check_descriptions(hosts, MODES[1:])
+
+
+def test_two_hosts_take_the_service(hosts: Reports) -> None:
     for description, error in column(hosts, "across_hosts"):
         assert description == "messages to a service thread on rank 0"
         assert error.startswith("RuntimeError")
@@ -358,30 +374,34 @@ def test_restart_from_before_the_first_step(restarted: tuple[Reports, Reports], 
 
 
 @pytest.mark.parametrize(
-    ("mode", "way"),
+    ("mode", "way", "launcher"),
     [
-        ("window", "a worker raises in training"),
-        ("service", "the root raises in training"),
-        ("sharded", "the root raises while others finalize"),
+        ("window", "a worker raises in training", "mpirun"),
+        ("service", "the root raises in training", "mpirun"),
+        ("sharded", "the root raises while others finalize", "mpirun"),
+        ("service", "the root raises while others finalize", "torchrun"),
+        thorough("window", "a worker raises in training", "torchrun"),
     ],
 )
-def test_failure_ends_the_job(mode: str, way: str, tmp_path: Path) -> None:
+def test_failure_ends_the_job(mode: str, way: str, launcher: str, tmp_path: Path) -> None:
     """The others would train, or wait, for ever."""
     command = ["-m", f"tests.parallel.{PROGRAM}", str(tmp_path), way, mode]
     with pytest.raises(AssertionError, match=r"\AExit [1-9]") as failure:
-        start("mpirun", 2, command, 60, framework="torch")
+        start(launcher, 2, command, 60, framework="torch")
     assert "ArithmeticError: something in training" in str(failure.value)
     assert "failed in asynchronous training; ending the job" in str(failure.value)
 
 
 @pytest.mark.parametrize(
-    ("mode", "way"),
+    ("mode", "way", "launcher"),
     [
-        ("window", "only the last ones finalize two"),
-        ("service", "only the last ones finalize two"),
-        ("sharded", "nobody does"),
+        ("window", "only the last ones finalize two", "mpirun"),
+        ("service", "only the last ones finalize two", "mpirun"),
+        ("sharded", "nobody does", "mpirun"),
+        ("sharded", "only the last ones finalize two", "torchrun"),
+        thorough("window", "nobody does", "torchrun"),
     ],
 )
-def test_finalize_may_be_forgotten(mode: str, way: str, tmp_path: Path) -> None:
-    output = start("mpirun", 2, ["-m", f"tests.parallel.{PROGRAM}", str(tmp_path), way, mode], 60, framework="torch")
+def test_finalize_may_be_forgotten(mode: str, way: str, launcher: str, tmp_path: Path) -> None:
+    output = start(launcher, 2, ["-m", f"tests.parallel.{PROGRAM}", str(tmp_path), way, mode], 60, framework="torch")
     assert "Rank 0 exits without finalize(), and waits for the others" in output
