@@ -276,7 +276,7 @@ class PeriodicOptimizer(ForwardedSettings):
 
     def _examples(self) -> Any:
         """Return the size of the batch in the ``train_step(data)`` that runs; None if none does, or nothing counts."""
-        if not any(level.synchronizer.handshake.weight.given == EXAMPLES for level in levels_of(self)):
+        if not any(level._lifecycle.spec.options["weight"] == EXAMPLES for level in levels_of(self)):
             return None
         steps = running_with("train_step")
         data = next((data for model, data in steps if getattr(model, "optimizer", None) is self), None)
