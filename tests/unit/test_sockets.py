@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.worker import VARIABLE
 from hvd_periodic.comm import socket_mesh
+from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.socket_messages import _HEAD, SocketMessages
 from hvd_periodic.comm.threads import ThreadCommunicator, run
 from hvd_periodic.comm.transports import PeerLostError
@@ -293,6 +294,14 @@ def test_all_that_a_rank_sent_before_its_end_arrives() -> None:
 def test_an_array_that_is_not_contiguous() -> None:
     with played() as (messages, _, _), pytest.raises(ValueError, match="is not contiguous"):
         messages.send(np.zeros((4, 4))[:, 1], 1, 1)
+
+
+def test_ranks_that_change_are_refused() -> None:
+    """They would be connected with ranks that are gone."""
+    communicator: Any = object.__new__(HorovodCommunicator)
+    communicator.elastic, communicator.size = True, 2
+    with pytest.raises(RuntimeError, match="needs ranks that do not change, and this job is elastic: start it without"):
+        communicator.shares_memory()
 
 
 # The service, over these messages
