@@ -57,5 +57,5 @@ def unpack(data: np.ndarray, leaves: Leaves | None = None) -> Any:
         if end != data.size:
             raise ValueError(end)
         return decode(Content(found["tree"], arrays), leaves)
-    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError, ValueError) as error:
         raise ValueError(f"{data.size} bytes are not a packed value: {error!r}") from error

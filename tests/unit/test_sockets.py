@@ -17,8 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.worker import VARIABLE
 from hvd_periodic.comm import socket_mesh
+from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.socket_messages import _HEAD, SocketMessages
 from hvd_periodic.comm.threads import ThreadCommunicator, run
 from hvd_periodic.comm.transports import PeerLostError
@@ -294,6 +296,14 @@ def test_an_array_that_is_not_contiguous() -> None:
         messages.send(np.zeros((4, 4))[:, 1], 1, 1)
 
 
+def test_ranks_that_change_are_refused() -> None:
+    """They would be connected with ranks that are gone."""
+    communicator: Any = object.__new__(HorovodCommunicator)
+    communicator.elastic, communicator.size = True, 2
+    with pytest.raises(RuntimeError, match="needs ranks that do not change, and this job is elastic: start it without"):
+        communicator.shares_memory()
+
+
 # The service, over these messages
 
 
@@ -336,6 +346,34 @@ def test_the_service_while_strangers_are_at_every_port(center: str, strangers: S
             noise.join()
     for _, c in found:
         assert sum(x for x, _ in found) + c == pytest.approx(np.full(50, 20.0 * (1 + 2 + 3)), rel=1e-12)
+
+
+def test_a_worker_that_ends_in_the_middle_of_a_push() -> None:
+    """What it pushed in part counts for nothing; the others go on, are told, and end with one center."""
+
+    def ranks(threads: ThreadCommunicator) -> Any:
+        communicator = OverSockets(threads)
+        x = {"a": np.zeros(5), "b": np.zeros(5, np.float32)}
+        options: dict[str, Any] = {"asynchronous": True, "process_set": communicator}
+        optimizer = AGNOptimizer(SGD(0.0), x, 1, SGD(1.0), **options)
+        gradients = [np.full(5, -1.0), np.full(5, -1.0, np.float32)]
+        optimizer.step(gradients)
+        threads.allgather_object(None, "pushed")
+        transport = optimizer.synchronizer.exchanger.worker.transport
+        if threads.rank == 2:
+            transport._begin(Exchange(3, 1.0))
+            transport._requests.send(gradients[0], 0, 8).wait()
+            for messages in (transport._requests, transport._replies, communicator.peers._barrier._messages):
+                messages.close()
+            return None
+        for _ in range(4):
+            optimizer.step(gradients)
+        optimizer.finalize()
+        with optimizer.center():
+            return x["a"].tolist(), x["b"].tolist(), communicator.dead_ranks()
+
+    with patch.dict(os.environ, {VARIABLE: "service"}):
+        assert run(3, ranks) == [([11.0] * 5, [11.0] * 5, [2])] * 2 + [None]
 
 
 def test_the_state_of_an_optimizer_travels() -> None:
