@@ -252,6 +252,50 @@ def test_who_has_not_moved_pushes_nothing(ranks: list[dict[str, Any]]) -> None:
             assert seen[0][0] != pytest.approx(0.1, abs=1e-3)
 
 
+@scenario
+def excluded_with_statistics() -> Any:
+    """Batch normalization; the last rank's second exchange is not finite: it takes the center, and pushes nothing."""
+    results = {}
+    for mode in MODES:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        last = hvd.rank() == hvd.size() - 1
+        with transport(mode) as center:
+            inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+            optimizer = hvdp.PeriodicOptimizer(
+                inner, model, hvdp.DiLoCo(), 2, asynchronous=True, center=center, nonfinite="skip"
+            )
+        generator = torch.Generator().manual_seed(hvd.rank())
+        for step in range(9):
+            optimizer.zero_grad()
+            model(torch.randn(16, 3, generator=generator) + hvd.rank()).square().mean().backward()
+            if last and step == 3:
+                model[0].weight.grad.fill_(float("nan"))
+            optimizer.step()
+        optimizer.finalize()
+        counters = optimizer.synchronizer.counters
+        values = hvdp.center_state_dict(model, optimizer)
+        results[mode] = [
+            {name: value.tolist() for name, value in values.items()},
+            optimizer.synchronizer.distance(),
+            [counters.rounds, counters.left_out, int(model[1].num_batches_tracked)],
+            optimizer.state_dict()["hvd_periodic"]["pushes"]["pushes"],
+        ]
+    return results
+
+
+def test_a_rank_that_is_not_finite_takes_the_center(ranks: list[dict[str, Any]]) -> None:
+    for mode in MODES:
+        reports = column(ranks, "excluded_with_statistics", mode)
+        for rank, (center, distance, counted, pushes) in enumerate(reports):
+            left_out = rank == len(ranks) - 1
+            assert center == reports[0][0], "one center, to the bit"
+            assert all(np.isfinite(value).all() for value in center.values())
+            assert distance == 0.0
+            assert counted[:2] == [5 - left_out, left_out]
+            assert pushes == [5] * (len(ranks) - 1) + [4]
+
+
 def main(folder: Path) -> None:
     """Run all scenarios."""
     torch.set_num_threads(1)
