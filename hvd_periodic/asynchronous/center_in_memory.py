@@ -28,12 +28,20 @@ class ExchangedTensors:
         algorithm: computes a transaction.
         optimized: an outer optimizer moves the center.
         staleness_power: power p of the discount of stale messages.
+        sends_messages: workers send messages, whatever the algorithm reads to form them; otherwise, they send their
+            replicas if it reads the center.
     """
 
     layout: Layout
     algorithm: Algorithm
     optimized: bool = False
     staleness_power: float = 0.0
+    sends_messages: bool = False
+
+    @property
+    def forms_messages(self) -> bool:
+        """Whether messages are formed where the center is, of the replicas that workers send."""
+        return self.algorithm.reads_before and not self.sends_messages
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -66,7 +74,7 @@ def numbered(parts: Sequence[ExchangedTensors], layouts: Sequence[Layout]) -> li
 
 
 class Ledger:
-    """Counts the pushes: of the open window of every bucket, and of every worker.
+    """Counts the pushes: of the open window of every bucket, and of every worker; or rounds of several workers.
 
     Args:
         buckets: number of buckets that are exchanged.
@@ -75,18 +83,20 @@ class Ledger:
     Attributes:
         windows: pushes to every bucket since the last window of n pushes was complete (k).
         pushes: pushes of every worker.
-        taken: pushes of all workers when each worker last took the center.
+        taken: pushes of all workers, or rounds, when each worker last took the center.
+        rounds: one integer: rounds of several workers; 0 if each pushes alone.
     """
 
     def __init__(self, buckets: int, memory: np.ndarray) -> None:
         self.memory = memory
-        workers = (memory.size - buckets) // 2
-        self.windows, self.pushes, self.taken = np.split(memory, [buckets, buckets + workers])
+        workers = (memory.size - buckets - 1) // 2
+        places = np.cumsum([buckets, workers, workers])
+        self.windows, self.pushes, self.taken, self.rounds = np.split(memory, places)
 
     @staticmethod
     def size(buckets: int, workers: int) -> int:
         """Return the number of integers."""
-        return buckets + 2 * workers
+        return buckets + 2 * workers + 1
 
     def begin(self, worker: int) -> int:
         """Count a push of a worker; return its staleness, the pushes of others since the worker took the center."""
@@ -96,9 +106,17 @@ class Ledger:
         self.taken[worker] = total + 1
         return staleness
 
+    def close(self, workers: Sequence[int]) -> list[int]:
+        """Count a round of some workers; return the staleness of each, the rounds since it took the center."""
+        staleness = [int(self.rounds[0] - self.taken[worker]) for worker in workers]
+        self.rounds += 1
+        self.pushes[list(workers)] += 1
+        self.taken[list(workers)] = self.rounds
+        return staleness
+
     def save(self) -> dict[str, list[int]]:
         """Return the counts as lists."""
-        return {name: getattr(self, name).tolist() for name in ("windows", "pushes", "taken")}
+        return {name: getattr(self, name).tolist() for name in ("windows", "pushes", "taken", "rounds")}
 
     def load(self, saved: Mapping[str, list[int]], taking: Sequence[int] = ()) -> None:
         """Set the counts to those that :meth:`save` returned; of another number of workers, only the open windows.
@@ -111,7 +129,7 @@ class Ledger:
             mine = getattr(self, name, None)
             if isinstance(mine, np.ndarray) and mine.size == len(counts):
                 mine[:] = counts
-        self.taken[list(taking)] = self.pushes.sum()
+        self.taken[list(taking)] = self.rounds[0] or self.pushes.sum()
 
     def completes(self, bucket: int, size: int) -> bool:
         """Count a push to a bucket; return whether it completes a window of ``size`` pushes."""
@@ -131,6 +149,8 @@ class _Arena(NamedTuple):
     start: int
     stop: int
 
+
+_REDUCTIONS = {"sum": np.add, "max": np.maximum}
 
 _TOTAL, _LEDGER = " total", " ledger"
 """Names of arenas that are no vectors of an algorithm."""
@@ -251,6 +271,49 @@ class CenterInMemory:
             if vector is not center[key]:
                 stores[key].write(bucket, vector)
         return np.array(algorithm.publish(space, center | moved, exchange)) if algorithm.reads_after else before
+
+    def close(
+        self, index: int, payloads: Sequence[np.ndarray], exchanges: Sequence[Exchange], leading: int
+    ) -> np.ndarray:
+        """Run a round on a bucket; return a copy of the vector that all who take part pull.
+
+            m_i = message(x_i, publish(c)), or what worker i has sent, times its weight
+            c'  = move(c, Σ m_i)             a sum in the order of the workers
+
+        If an outer optimizer moves the center, its gradient is stored, and the vector is that before its step.
+
+        Args:
+            index: number of the bucket.
+            payloads: what the workers who take part have sent.
+            exchanges: what the algorithm knows about each of them.
+            leading: place, among them, of the worker whose learning rates count.
+        """
+        part, _, bucket = self._places[index]
+        tensors, space, stores = self.parts[part], self.space, self.vectors[part]
+        algorithm, center = tensors.algorithm, {key: store.read(bucket) for key, store in stores.items()}
+        before = np.array(algorithm.publish(space, center, exchanges[leading]))
+        total: np.ndarray | None = None
+        for payload, exchange in zip(payloads, exchanges, strict=True):
+            message = payload
+            if tensors.forms_messages:
+                message, _ = algorithm.message(space, payload, {}, before, exchange)
+            message = algorithm.weighed(space, message, exchange)
+            if total is None:
+                total = np.array(message)
+            else:
+                _REDUCTIONS[algorithm.reduction](total, message, out=total)
+        if total is None:
+            return before
+        if index < self.optimized:
+            self.set_total(index, total, exchanges[leading])
+            return before
+        moved = self._moved(part, bucket, center, total, exchanges[leading])
+        for key, vector in moved.items():
+            if vector is not center[key]:
+                stores[key].write(bucket, vector)
+        return (
+            np.array(algorithm.publish(space, center | moved, exchanges[leading])) if algorithm.reads_after else before
+        )
 
     def _moved(
         self, part: int, bucket: Bucket, center: State[Any], message: np.ndarray, exchange: Exchange

@@ -26,7 +26,7 @@ from hvd_periodic.comm.transports import LONG, SHORT, Messages
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.vectors.layout import Bucket, Layout
 
-_REQUEST, _ANSWER, _PAYLOAD = 0, 1, 8
+REQUEST, ANSWER, _PAYLOAD = 0, 1, 8
 """Tags of a request and of its answer; the tag of bucket i is ``_PAYLOAD + 2 i``, the tag of its reply one more."""
 
 _BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE, _RATES = range(7)
@@ -89,10 +89,14 @@ class ServiceTransport(Transport):
         shard = CenterInMemory(parts, shares, workers, center)
         self._optimized = shard.optimized
         bind(optimizer, shard)
-        self._service = None if place is None else _Service(requests, replies, shard, optimizer)
+        self._service = None if place is None else self._start(shard, optimizer)
         where = f"rank {holders[0]}" if len(self._holders) == 1 else "every rank"
         self.description = f"messages to a service thread on {where}"
         requests.barrier()
+
+    def _start(self, shard: CenterInMemory, optimizer: OuterOptimizer) -> Service:
+        """Start to serve this rank's share."""
+        return Service(self._requests, self._replies, shard, optimizer)
 
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Send bucket by bucket, and receive the buckets that the worker pulls."""
@@ -111,7 +115,7 @@ class ServiceTransport(Transport):
             if holder == self._rank:
                 values[start:stop] = self._own.read(index)
             else:
-                reply = self._replies.receive(values[start:stop], holder, _tag(index) + 1)
+                reply = self._replies.receive(values[start:stop], holder, payload_tag(index) + 1)
                 self._request(holder, _READ, index)
                 self._requests.wait(reply)
             if stop - start == values.size:  # The other holders have nothing, or ledgers that count the same.
@@ -127,7 +131,7 @@ class ServiceTransport(Transport):
                     self._own.write(index, part)
                 else:
                     self._request(holder, _WRITE, index)
-                    self._requests.wait(self._requests.send(part, holder, _tag(index)))
+                    self._requests.wait(self._requests.send(part, holder, payload_tag(index)))
                     self._answer(holder)
         states = [optimizer_state] * len(self._holders)
         if len(states) > 1 and optimizer_state is not None:
@@ -138,7 +142,7 @@ class ServiceTransport(Transport):
             else:
                 self._request(holder, _LOAD)
                 data = np.frombuffer(pickle.dumps(state), np.uint8)
-                self._requests.wait(self._requests.send(data, holder, _ANSWER))
+                self._requests.wait(self._requests.send(data, holder, ANSWER))
                 self._answer(holder)
 
     def optimizer_state(self) -> Any:
@@ -167,7 +171,7 @@ class ServiceTransport(Transport):
         self._replies.close()
 
     @property
-    def _own(self) -> _Service:
+    def _own(self) -> Service:
         if self._service is None:
             raise RuntimeError("This rank does not hold the center")
         return self._service
@@ -180,20 +184,20 @@ class ServiceTransport(Transport):
                 if exchange.presence:
                     self._request(holder, _PRESENCE)
                     data = np.frombuffer(pickle.dumps(exchange.presence), np.uint8)
-                    self._requests.wait(self._requests.send(data, holder, _ANSWER))
+                    self._requests.wait(self._requests.send(data, holder, ANSWER))
                 if exchange.rates:
                     self._request(holder, _RATES)
                     rates = np.array(exchange.rates, np.float64)
-                    self._requests.wait(self._requests.send(rates, holder, _ANSWER))
+                    self._requests.wait(self._requests.send(rates, holder, ANSWER))
                 header = np.array([_BEGIN, place, exchange.gradients, exchange.size, 0], np.int64)
                 header[4:].view(np.float64)[0] = exchange.period
-                sent.append(self._requests.send(header, holder, _REQUEST))
+                sent.append(self._requests.send(header, holder, REQUEST))
             else:
                 own = self._own.begin(self._rank, exchange)
         first = self._holders[0]
         if first != self._rank:
             counts = np.empty(1, np.int64)
-            reply = self._replies.receive(counts, first, _ANSWER)
+            reply = self._replies.receive(counts, first, ANSWER)
 
         def wait() -> int:
             for request in sent:
@@ -232,8 +236,8 @@ class ServiceTransport(Transport):
         requests = []
         for holder, start, stop in self._slices(index):
             if holder != self._rank:
-                requests.append(self._replies.receive(pulled[start:stop], holder, _tag(index) + 1))
-                requests.append(self._requests.send(payload[start:stop], holder, _tag(index)))
+                requests.append(self._replies.receive(pulled[start:stop], holder, payload_tag(index) + 1))
+                requests.append(self._requests.send(payload[start:stop], holder, payload_tag(index)))
         return requests
 
     def _slices(self, index: int) -> Iterator[tuple[int, int, int]]:
@@ -242,13 +246,13 @@ class ServiceTransport(Transport):
                 yield holder, start, stop
 
     def _request(self, holder: int, operation: int, index: int = 0) -> None:
-        self._requests.wait(self._requests.send(np.array([operation, index, 0, 0, 0], np.int64), holder, _REQUEST))
+        self._requests.wait(self._requests.send(np.array([operation, index, 0, 0, 0], np.int64), holder, REQUEST))
 
     def _answer(self, holder: int) -> bytes:
-        return self._replies.receive_bytes(holder, _ANSWER)
+        return self._replies.receive_bytes(holder, ANSWER)
 
 
-class _Service:
+class Service:
     """A holder's share, and the thread that runs the transactions of other ranks on it."""
 
     def __init__(
@@ -329,25 +333,34 @@ class _Service:
         try:
             idle = time.monotonic()
             while self._requests.alive():
-                if self._serve():
+                if self._serve() or self.attend():
                     idle, self.paused = time.monotonic(), False
                     continue
                 self._sending = [sent for sent in self._sending if not self._replies.done(sent[0])]
                 if self._stopping.is_set() and not self._sending:
                     return
-                waiting = self._sending or time.monotonic() - idle < LONG
+                waiting = self.busy or self._sending or time.monotonic() - idle < LONG
                 time.sleep(SHORT if waiting else _PAUSE if self.paused else LONG)
         except BaseException:
             # The other ranks would wait forever for replies.
             traceback.print_exc()
             self._requests.abort()
 
+    def attend(self) -> bool:
+        """Do what is due besides serving messages; return whether anything was."""
+        return False
+
+    @property
+    def busy(self) -> bool:
+        """Whether messages are on their way."""
+        return False
+
     def _serve(self) -> bool:
         """Serve one message, if there is one."""
         arrival = self._requests.next()
         if arrival is None:
             return False
-        if arrival.tag == _REQUEST:
+        if arrival.tag == REQUEST:
             header = np.empty(5, np.int64)
             arrival.receive(header)
             self._answer(arrival.source, header)
@@ -358,7 +371,7 @@ class _Service:
         if index == self._first:
             self._serve_step(arrival.source, payload)
         else:
-            self._send(self.transact(index, payload, arrival.source), arrival.source, _tag(index) + 1)
+            self._send(self.transact(index, payload, arrival.source), arrival.source, payload_tag(index) + 1)
         return True
 
     def _serve_step(self, source: int, first: np.ndarray) -> None:
@@ -368,11 +381,11 @@ class _Service:
             if index != self._first:
                 payload = empty(self._center.buckets[index])
                 if payload.size:
-                    self._requests.wait(self._requests.receive(payload, source, _tag(index)))
+                    self._requests.wait(self._requests.receive(payload, source, payload_tag(index)))
             messages.append(payload)
         for index, part in enumerate(self.step(messages, source)):
             if part.size:
-                self._send(part, source, _tag(index) + 1)
+                self._send(part, source, payload_tag(index) + 1)
 
     def _answer(self, source: int, header: np.ndarray) -> None:
         operation, index = int(header[0]), int(header[1])
@@ -382,31 +395,32 @@ class _Service:
             exchange = Exchange(int(header[3]), period, int(header[2]), presence=presence, rates=rates)
             staleness = self.begin(source, exchange)
             if index == 0:
-                self._send(np.array([staleness], np.int64), source, _ANSWER)
+                self._send(np.array([staleness], np.int64), source, ANSWER)
         elif operation == _READ:
-            self._send(self.read(index), source, _tag(index) + 1)
+            self._send(self.read(index), source, payload_tag(index) + 1)
         elif operation == _STATE:
-            self._send(np.frombuffer(pickle.dumps(self.state()), np.uint8), source, _ANSWER)
+            self._send(np.frombuffer(pickle.dumps(self.state()), np.uint8), source, ANSWER)
         elif operation == _WRITE:
             payload = empty(self._center.buckets[index])
-            self._requests.wait(self._requests.receive(payload, source, _tag(index)))
+            self._requests.wait(self._requests.receive(payload, source, payload_tag(index)))
             self.write(index, payload)
-            self._send(np.zeros(1, np.uint8), source, _ANSWER)
+            self._send(np.zeros(1, np.uint8), source, ANSWER)
         elif operation == _PRESENCE:
-            self._presence[source] = pickle.loads(self._requests.receive_bytes(source, _ANSWER))
+            self._presence[source] = pickle.loads(self._requests.receive_bytes(source, ANSWER))
         elif operation == _RATES:
             of_tensors = np.empty(len(self._center.parts[0].layout.specs), np.float64)
-            self._requests.wait(self._requests.receive(of_tensors, source, _ANSWER))
+            self._requests.wait(self._requests.receive(of_tensors, source, ANSWER))
             self._rates[source] = of_tensors.tolist()
         elif operation == _LOAD:
-            self.load(pickle.loads(self._requests.receive_bytes(source, _ANSWER)))
-            self._send(np.zeros(1, np.uint8), source, _ANSWER)
+            self.load(pickle.loads(self._requests.receive_bytes(source, ANSWER)))
+            self._send(np.zeros(1, np.uint8), source, ANSWER)
 
     def _send(self, data: np.ndarray, destination: int, tag: int) -> None:
         self._sending.append((self._replies.send(data, destination, tag), data))
 
 
-def _tag(index: int) -> int:
+def payload_tag(index: int) -> int:
+    """Return the tag of the message with a bucket; that of its reply is one more."""
     return _PAYLOAD + 2 * index
 
 

@@ -18,6 +18,8 @@ import numpy as np
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_file import CenterFile
 from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors, Ledger, numbered
+from hvd_periodic.asynchronous.hub import HubTransport
+from hvd_periodic.asynchronous.rounds import Quorum, Rounds
 from hvd_periodic.asynchronous.service import ServiceTransport
 from hvd_periodic.asynchronous.transport import MemoryTransport, Transport
 from hvd_periodic.centers.base import Placement
@@ -94,6 +96,7 @@ class Worker:
         sharded: every rank holds one n-th of the center, unless the center is in memory that all ranks share.
         use_locking: whether transactions in shared memory exclude each other.
         center_file: file that holds the center, if there is one.
+        quorum: workers exchange together, in rounds that need so many of them; None: each alone.
 
     Attributes:
         interrupted: an exchange of this worker has begun and not ended; a holder may be waiting for its messages.
@@ -112,7 +115,9 @@ class Worker:
         sharded: bool,
         use_locking: bool,
         center_file: Path | None = None,
+        quorum: Quorum | None = None,
     ) -> None:
+        self._quorum = quorum
         self.membership, self._replica, self._outer = membership, replica, outer
         self._file = None if center_file is None else CenterFile(center_file, membership, parts)
         self._lost: list[int] = []
@@ -155,12 +160,13 @@ class Worker:
             ValueError: the center is sharded, so that no file could hold the whole.
         """
         communicator = self.communicator
-        memory = self._in_memory() if _can_share_memory(communicator) else None
+        shares = _can_share_memory(communicator)
+        memory = self._in_memory() if shares and self._quorum is None else None
         self._has_shards = self._sharded and memory is None
-        self._transport = memory or self._by_messages()
+        self._transport = memory or (self._by_messages() if self._quorum is None else self._in_rounds(self._quorum))
         if self.membership.is_root:
-            description = self.transport.description
-            self.membership.log.info("Asynchronous exchange of %d ranks through %s", communicator.size, description)
+            kind = "Asynchronous exchange" if self._quorum is None else "Exchange in rounds"
+            self.membership.log.info("%s of %d ranks through %s", kind, communicator.size, self.transport.description)
         if communicator.processes and communicator.size > 1:
             if not _open_workers:
                 atexit.register(_close_all)
@@ -196,6 +202,15 @@ class Worker:
         workers = communicator.size
         return ServiceTransport(requests, replies, self._parts, workers, holders, bounds, self._outer, center)
 
+    def _in_rounds(self, quorum: Quorum) -> Transport:
+        communicator = self.communicator
+        if communicator.processes and communicator.shares_memory():
+            communicator.shared_memory(1)  # From now on, the ranks of one host know which of them are dead.
+        rounds = Rounds(communicator.global_ranks, quorum, lambda: communicator.tracker.timeout)
+        channels = communicator.messages(), communicator.messages()
+        ranks, root = communicator.global_ranks, self.membership.root
+        return HubTransport(*channels, self._parts, ranks, root, self._outer, rounds, communicator.dead_ranks)
+
     def _center_in_file(self, everywhere: bool) -> np.ndarray | None:
         """Return the memory of a center in a file, on the ranks that hold it; None if there is no file."""
         if self._file is None:
@@ -224,13 +239,16 @@ class Worker:
             for part, bucket in buckets:
                 yield self._replica.to_host(part.payload(bucket, exchange), bucket)
 
+        moved = False
         with self.transaction():
-            for (part, bucket), pulled in zip(buckets, self.transport.exchange(exchange, payloads()), strict=True):
+            # All buckets, or none if nobody had anything to contribute to a round.
+            for (part, bucket), pulled in zip(buckets, self.transport.exchange(exchange, payloads()), strict=False):
+                moved = True
                 center = self._replica.from_host(pulled, bucket)
                 if self.on_pull is not None:
                     self.on_pull(part, bucket, center, exchange)
                 part.pull(bucket, center, exchange)
-            for part in parts:
+            for part in parts if moved else ():
                 part.remember_taken()
         return sum(bucket.nbytes for _, bucket in buckets)
 
@@ -321,7 +339,7 @@ class Worker:
             return
         self.resume_training()
         lacking = {}
-        if each_its_own and parts[0].algorithm.taken_state is not None:
+        if each_its_own and self._hands_out(parts[0]):
             reasons = (_lack(worker, each, known, len(loaded)) for worker, each in enumerate(loaded))
             lacking = {worker: reason for worker, reason in enumerate(reasons) if reason}
         if membership.is_root and state is not None:
@@ -336,10 +354,14 @@ class Worker:
             self.take(parts)
 
     def take(self, parts: Sequence[TensorGroup[Any]]) -> None:
-        """Set the replica to the center, for algorithms for which workers keep what they took."""
+        """Set the replica to the center, if workers keep what they took, or take the center in rounds."""
         for part in parts:
-            if part.algorithm.taken_state is not None:
+            if self._hands_out(part):
                 part.take_center(Exchange(self.communicator.size, period=1))
+
+    def _hands_out(self, part: TensorGroup[Any]) -> bool:
+        """Return whether a worker without the latest pushes may take the center instead of what it has."""
+        return part.taken is not None or (self._quorum is not None and part.algorithm.reads_after)
 
     def check(self, state: dict[str, Any]) -> None:
         """Check a state before it is loaded.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.transports import LocalMemory, SharedMemory
+from hvd_periodic.comm.transports import SHORT, Arrival, LocalMemory, Messages, SharedMemory
 from hvd_periodic.vectors.layout import chunk
 
 T = TypeVar("T")
@@ -77,6 +79,11 @@ class ThreadCommunicator(Communicator):
         memory: SharedMemory = self._group.exchange(self.rank, ("memory",), made)[0]
         return memory
 
+    def messages(self) -> Messages:
+        """Return messages through memory of this process."""
+        own = _Mailbox()
+        return _ThreadMessages(self.rank, self._group.exchange(self.rank, ("messages",), own), self._group)
+
     def _reduced(self, buffer: Any, name: str, op: str) -> Any:
         values = self._group.exchange(self.rank, (name, op), np.asarray(buffer).copy())
         total = values[0].copy()
@@ -97,14 +104,145 @@ class _ThreadMemory(LocalMemory):
         return self._lock
 
 
+@dataclass
+class _Receipt:
+    """A message that a rank has asked for: who sends it, its tag, memory for it, and whether that holds it."""
+
+    source: int
+    tag: int
+    out: np.ndarray
+    done: bool = False
+
+    def fill(self, data: np.ndarray) -> None:
+        """Receive the message."""
+        _bytes_of(self.out)[:] = data
+        self.done = True
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+class _Mailbox:
+    """The messages to one rank: those that it has asked for, and those that have arrived before that."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.expected: list[_Receipt] = []
+        self.arrived: list[tuple[int, int, np.ndarray]] = []
+
+
+class _ThreadMessages(Messages):
+    """Messages between threads, in memory: whatever is sent has arrived.
+
+    Args:
+        rank: this rank.
+        mailboxes: those of all ranks.
+        group: the threads.
+    """
+
+    def __init__(self, rank: int, mailboxes: Sequence[_Mailbox], group: _Group) -> None:
+        self.rank, self._mailboxes, self._group = rank, mailboxes, group
+
+    def send(self, data: np.ndarray, rank: int, tag: int) -> Any:
+        """Copy the data to a rank; the request is complete at once."""
+        copied, box = _bytes_of(np.ascontiguousarray(data)).copy(), self._mailboxes[rank]
+        with box.lock:
+            asked = next((each for each in box.expected if (each.source, each.tag) == (self.rank, tag)), None)
+            if asked is None:
+                box.arrived.append((self.rank, tag, copied))
+            else:
+                box.expected.remove(asked)
+                asked.fill(copied)
+        return _Receipt(self.rank, tag, data, done=True)
+
+    def receive(self, out: np.ndarray, rank: int, tag: int) -> Any:
+        """Take a message that has arrived, or ask for it."""
+        request, box = _Receipt(rank, tag, out), self._mailboxes[self.rank]
+        with box.lock:
+            found = next((each for each in box.arrived if each[:2] == (rank, tag)), None)
+            if found is None:
+                box.expected.append(request)
+            else:
+                box.arrived = [each for each in box.arrived if each is not found]
+                request.fill(found[2])
+        return request
+
+    def done(self, request: Any) -> bool:
+        """Return whether a request is complete."""
+        return bool(request.done)
+
+    def wait(self, request: Any) -> None:
+        """Wait for a request.
+
+        Raises:
+            BrokenBarrierError: a thread has failed.
+        """
+        while not request.done:
+            if not self._group.alive:
+                raise threading.BrokenBarrierError
+            time.sleep(SHORT)
+
+    def next(self) -> Arrival | None:
+        """Return the next message that nobody has asked for, or None."""
+        box = self._mailboxes[self.rank]
+        with box.lock:
+            if not box.arrived:
+                return None
+            source, tag, data = box.arrived.pop(0)
+
+        def receive(out: np.ndarray) -> None:
+            _bytes_of(out)[:] = data
+
+        return Arrival(source, tag, receive)
+
+    def receive_bytes(self, rank: int, tag: int) -> bytes:
+        """Wait for a message of unknown length."""
+        box = self._mailboxes[self.rank]
+        while self._group.alive:
+            with box.lock:
+                found = next((each for each in box.arrived if each[:2] == (rank, tag)), None)
+                if found is not None:
+                    box.arrived = [each for each in box.arrived if each is not found]
+                    return found[2].tobytes()
+            time.sleep(SHORT)
+        raise threading.BrokenBarrierError
+
+    def barrier(self) -> None:
+        """Wait for all threads."""
+        self._group.exchange(self.rank, ("barrier",), None)
+
+    def alive(self) -> bool:
+        """Return whether all threads run."""
+        return self._group.alive
+
+    def abort(self) -> None:
+        """End the collectives of all threads with an error."""
+        self._group.barrier.abort()
+
+    def close(self) -> None:
+        """Do nothing: the memory is freed with the last reference."""
+
+
 class _Group:
-    """The barrier at which ``size`` threads exchange values."""
+    """The barrier at which ``size`` threads exchange values.
+
+    Attributes:
+        over: all threads have ended.
+    """
+
+    over = False
 
     def __init__(self, size: int, timeout_seconds: float) -> None:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=timeout_seconds)
         self._calls: list[Any] = [None] * size
         self._values: list[Any] = [None] * size
+
+    @property
+    def alive(self) -> bool:
+        """Whether all threads run, and none has failed."""
+        return not (self.over or self.barrier.broken)
 
     def exchange(self, rank: int, call: tuple[object, ...], value: Any) -> list[Any]:
         """Return the values that all ranks passed to the same call."""
@@ -153,6 +291,7 @@ def run(size: int, function: Callable[[ThreadCommunicator], T], timeout_seconds:
         thread.start()
     for thread in threads:
         thread.join()
+    group.over = True
     if errors or broken:
         raise (errors + broken)[0]
     return results
