@@ -106,13 +106,15 @@ class Ledger:
         self.taken[worker] = total + 1
         return staleness
 
-    def close(self, workers: Sequence[int]) -> list[int]:
-        """Count a round of some workers; return the staleness of each, the rounds since it took the center."""
-        staleness = [int(self.rounds[0] - self.taken[worker]) for worker in workers]
+    def staleness(self, workers: Sequence[int]) -> list[int]:
+        """Return the staleness of workers in a round: the rounds since each took the center."""
+        return [int(self.rounds[0] - self.taken[worker]) for worker in workers]
+
+    def close(self, workers: Sequence[int]) -> None:
+        """Count a round in which some workers move the center, and take it."""
         self.rounds += 1
         self.pushes[list(workers)] += 1
         self.taken[list(workers)] = self.rounds
-        return staleness
 
     def save(self) -> dict[str, list[int]]:
         """Return the counts as lists."""

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class Round:
     """A round that has closed, as each of those in it knows it.
 
     Attributes:
-        number: its number, from 1.
+        number: its number, from 1, among those that have moved the center.
         members: the workers that took part.
         records: their records, in the same order.
         staleness: rounds that closed between the one that this worker was in before, and this one.
@@ -99,12 +99,12 @@ class HubTransport(ServiceTransport):
         rounds: Rounds,
         dead_ranks: Callable[[], Sequence[int]],
     ) -> None:
-        self.round: Round | None = None
+        self.round = Round(0, [], [], 0, moved=False)
         self.waited = 0.0
         self.ranks = list(ranks)
         workers = len(self.ranks)
         self.rounds, self.workers, self.dead_ranks, self.root = rounds, workers, dead_ranks, root
-        self._record: Record | None = None
+        self._record = Record(0, 0)
         uses_rates = parts[0].algorithm.uses_learning_rate
         self._rates = len(parts[0].layout.specs) if uses_rates else 0
         super().__init__(requests, replies, parts, workers, [root], lambda bucket: [(0, bucket.size)], optimizer)
@@ -123,8 +123,6 @@ class HubTransport(ServiceTransport):
         Raises:
             RuntimeError: no round closes any more.
         """
-        if self._record is None:
-            raise RuntimeError("A worker comes to a round with a record")
         # Copies: a front end may form the next one in the same memory.
         sent = Contribution(self._record, list(exchange.rates), [np.array(payload) for payload in payloads])
         came = time.perf_counter()
@@ -154,9 +152,7 @@ class HubTransport(ServiceTransport):
 
     @property
     def _hub(self) -> Hub:
-        if not isinstance(self._service, Hub):
-            raise RuntimeError("This rank does not hold the center")
-        return self._service
+        return cast(Hub, self._own)
 
     def sizes(self) -> tuple[int, int, int]:
         """Return the number of integers of what a worker says, of the verdict on a round, and of payloads."""
@@ -236,7 +232,7 @@ class Hub(Service):
         self._transport, self._rounds = transport, transport.rounds
         self._contributions: dict[int, Contribution] = {}
         self._coming: dict[int, tuple[np.ndarray, list[np.ndarray], list[Any]]] = {}
-        self._own: tuple[np.ndarray, list[np.ndarray]] | None = None
+        self._own: tuple[np.ndarray, list[np.ndarray]] = np.empty(0, np.int64), []
         self._closed = threading.Event()
         self._looked = 0.0
         self._given_up: set[int] = set()
@@ -250,8 +246,6 @@ class Hub(Service):
         self._come(worker, sent)
         while not self._closed.wait(_LOOK):
             check()
-        if self._own is None:
-            raise RuntimeError("A round has closed without a verdict")
         verdict, pulled = self._own
         return verdict, iter(pulled)
 
@@ -338,7 +332,7 @@ class Hub(Service):
         """Close a round: move the center by what its members have sent, and answer them."""
         taking = [self._contributions.pop(worker) for worker in members]
         records = [each.record for each in taking]
-        staleness = self._center.ledger.close(members)
+        staleness = self._center.ledger.staleness(members)
         exchanges = self._exchanges_of(members, taking, staleness)
         rest = all(record.purpose == Purpose.LEAVE and not record.pending for record in records)
         moves = not rest and any(exchange.weight != 0 for exchange in exchanges)
@@ -351,6 +345,7 @@ class Hub(Service):
                 self._optimizer.step()
                 self._stepped = True
                 pulled[: self._center.optimized] = [self._center.read(i) for i in range(self._center.optimized)]
+            self._center.ledger.close(members)
         self._rounds.close(members)
         number = int(self._center.ledger.rounds[0])
         told = [*members, *(word for record in records for word in integers(record))]

@@ -165,8 +165,9 @@ class Worker:
         self._has_shards = self._sharded and memory is None
         self._transport = memory or (self._by_messages() if self._quorum is None else self._in_rounds(self._quorum))
         if self.membership.is_root:
-            kind = "Asynchronous exchange" if self._quorum is None else "Exchange in rounds"
-            self.membership.log.info("%s of %d ranks through %s", kind, communicator.size, self.transport.description)
+            text = "Asynchronous exchange of %d ranks through %s"
+            text = text if self._quorum is None else "Rounds of %d ranks through %s"
+            self.membership.log.info(text, communicator.size, self.transport.description)
         if communicator.processes and communicator.size > 1:
             if not _open_workers:
                 atexit.register(_close_all)

@@ -105,8 +105,7 @@ def as_quorum(
         raise ValueError(f"`quorum` must be at most the number of ranks, n={size}. Received: quorum={quorum!r}")
     grace = None if grace_seconds is None else require_real(grace_seconds, "`grace_seconds`", positive=False)
     if communicator.elastic or communicator.handshake_group is not communicator:
-        where = "elastic Horovod" if communicator.elastic else "groups that exchange in lockstep"
-        raise ValueError(f"`quorum` is not available in {where}. Received: quorum={quorum!r}")
+        refuse_quorum(quorum, "under elastic Horovod" if communicator.elastic else "for groups in lockstep")
     if algorithm.takes_mean:
         momentum = outer or len(algorithm.init_center(ArraySpace(), np.zeros(1))) > 1
         if 2 * quorum < size or (momentum and 2 * quorum == size):
@@ -123,6 +122,12 @@ def as_quorum(
                 stacklevel=1,  # Python shows a text from one line once.
             )
     return None if quorum == size else Quorum(quorum, grace)
+
+
+def refuse_quorum(quorum: int | None, where: str) -> None:
+    """Raise a ValueError for a quorum, if one is given, in a place that has none."""
+    if quorum is not None:
+        raise ValueError(f"`quorum` is not available {where}. Received: quorum={quorum!r}")
 
 
 def check_bounds(bounds: NormBounds | None, algorithm: Algorithm, replica: Replica[Any], size: int) -> None:

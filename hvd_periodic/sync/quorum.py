@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors
@@ -105,10 +105,7 @@ class WithQuorum(Asynchronous[V]):
 
     @property
     def _hub(self) -> HubTransport:
-        transport = self.worker.transport
-        if not isinstance(transport, HubTransport):
-            raise RuntimeError("Rounds need a center on the root")
-        return transport
+        return cast(HubTransport, self.worker.transport)
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -128,7 +125,10 @@ class WithQuorum(Asynchronous[V]):
         self._hub.fail(str(error))
 
     def exchange(self, leaving: bool = False) -> bool:
-        """Take part in the round that is open when this rank comes, or, if it is leaving, in the last one."""
+        """Take part in the round that is open when this rank comes, or, if it is leaving, in the last one.
+
+        Return whether somebody in that round still trains.
+        """
         context, progress = self.context, self.context.progress
         came, started = time.time(), time.perf_counter()
         purpose = Purpose.LEAVE if leaving else Purpose.EXCHANGE
@@ -141,8 +141,6 @@ class WithQuorum(Asynchronous[V]):
                 exchange = Exchange(size, max(own.clock.period, 1), gradients, rates=self._rates())
                 sent = self.worker.exchange(list(self.tensor_groups), exchange)
             closed = self._hub.round
-            if closed is None:
-                raise RuntimeError("An exchange has ended without a round")
             plan = self._plan(own, closed, leaving)
             notes = ScheduleState(memory=plan.memory, updates=step - own.counters.skipped_updates)
             missed = closed.staleness
@@ -152,7 +150,7 @@ class WithQuorum(Asynchronous[V]):
             members = [ranks[member] for member in closed.members]
             report_exchange(self, own, came, self._hub.waited, number=closed.number, members=members)
             progress.time(step)
-        return False
+        return any(record.training for record in closed.records)
 
     def _status(self, purpose: Purpose) -> LocalStatus:
         """Return the status of this rank.
@@ -184,6 +182,7 @@ class WithQuorum(Asynchronous[V]):
         uncounted = self.context.exchanged.replica.uncounted
         if uncounted is not None:
             raise RuntimeError(uncounted)
-        self.exchange(leaving=True)
+        while self.exchange(leaving=True):  # In a replayed round, among others that train.
+            pass
         self.worker.finish()
         self.worker.take(list(self.tensor_groups))
