@@ -137,12 +137,12 @@ class Rounds:
         return self._now() - complete >= grace
 
     def _after_timeout(self, present: Sequence[int], expected: Sequence[int]) -> list[int] | None:
-        """Fail if workers have waited too long; if all of these are leaving, go on without the missing ones."""
+        """Fail if workers have waited too long; if some of these are leaving, go on without the missing ones."""
         timeout = self._timeout()
         if timeout is None or not self._came or self._now() - self._last_sign < timeout:
             return None
         missing = [worker for worker in expected if worker not in present]
-        if present:
+        if not self._leaving:
             waiting, late = (named(self._ranks[worker] for worker in each) for each in (self._came, missing))
             who = f"{waiting} waited for {late} longer than timeout_seconds={timeout:g}"
             self.fail(f"A round with quorum={self._quorum.size} did not close: {who}")

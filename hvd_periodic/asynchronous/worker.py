@@ -67,7 +67,7 @@ class RemoteCenter(Placement):
 
     def of_vector(self, key: str) -> Placement:
         """Return where another vector of the center lives."""
-        return RemoteCenter(self._worker.communicator, self._root, self._worker, self._part, key)
+        return type(self)(self._worker.communicator, self._root, self._worker, self._part, key)
 
     def bounds(self, bucket: Bucket) -> tuple[int, int]:
         """Return empty bounds: no element is on this side of the transport."""
@@ -80,6 +80,12 @@ class RemoteCenter(Placement):
     def reduce(self, communicator: Communicator, buffer: Any, name: str, op: str) -> Callable[[], Any]:
         """Raise: there are no reductions."""
         raise NotImplementedError("Nothing is reduced in asynchronous exchange")
+
+
+class CenterOfRounds(RemoteCenter):
+    """The center is on the root, which closes rounds; each rank reads it without the others."""
+
+    name = "root"
 
 
 class Worker:
@@ -128,9 +134,8 @@ class Worker:
         self.on_pull: Callable[[TensorGroup[Any], Bucket, Any, Exchange], None] | None = None
         self._places = numbered(parts, [part.layout for part in parts])
         self._numbers = {(part, key, bucket.index): i for i, (part, key, bucket) in enumerate(self._places)}
-        self.placements = [
-            RemoteCenter(membership.communicator, membership.root, self, part) for part in range(len(parts))
-        ]
+        kind = RemoteCenter if quorum is None else CenterOfRounds
+        self.placements = [kind(membership.communicator, membership.root, self, part) for part in range(len(parts))]
         self._shapes: list[tuple[tuple[int, ...], str]] = []
         if parts[0].optimized:
             self._shapes = outer.shapes(parts[0].layout)

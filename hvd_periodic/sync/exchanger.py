@@ -335,6 +335,7 @@ def facts_of(exchanger: Exchanger[Any], policy: LocalState) -> dict[str, object]
         "schedule": described(schedule),
         "first exchanges": forecast(schedule, 8),
         "root rank": context.membership.root,
+        "quorum and grace_seconds": context.quorum,
         "place of the center": exchanger.placement.name,
         **exchanger.facts(),
         "center optimizer": exchanged.center_optimizer.name,

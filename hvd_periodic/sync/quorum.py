@@ -88,7 +88,6 @@ class WithQuorum(Asynchronous[V]):
         context = self.context
         return {
             "asynchronous": False,
-            "quorum": context.quorum,
             "nonfinite": context.nonfinite,
             "weight": weight_in_words(context.handshake.weight),
             "staleness_power": context.staleness_power,
@@ -184,5 +183,7 @@ class WithQuorum(Asynchronous[V]):
             raise RuntimeError(uncounted)
         while self.exchange(leaving=True):  # In a replayed round, among others that train.
             pass
+        communicator = self.context.membership.communicator
+        communicator.give_up(set(range(communicator.size)) - set(self._hub.round.members))
         self.worker.finish()
         self.worker.take(list(self.tensor_groups))

@@ -83,7 +83,6 @@ class Synchronous(Exchanger[V]):
         context = self.context
         return {
             "asynchronous": False,
-            "quorum": context.quorum,
             "compression": described(context.wire),
             "fragments": len(context.fragments),
             "nonfinite": context.nonfinite,
