@@ -190,6 +190,55 @@ def test_a_rank_that_is_stopped_in_the_middle_of_a_push_stops_nobody(ranks: list
         assert len(values) == 1
 
 
+def trained(folder: str, sets: list[list[int]], resume: bool) -> Any:
+    """Train a model with batch normalization and Adam for some sets, and save it; or load it first."""
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    optimizer = hvdp.PeriodicOptimizer(
+        torch.optim.Adam(model.parameters(), lr=0.1),
+        model,
+        hvdp.DiLoCo(),
+        2,
+        buffers="average",
+        quorum=2,
+        staleness_power=0.5,
+    )
+    if resume:
+        assert hvdp.load(folder_of(folder), model, optimizer) is not None
+    optimizer.synchronizer.begin()
+    optimizer.synchronizer.exchanger.replay(sets)
+    hvd.allgather_object(None)
+    for members in sets:
+        for _ in range(2 if hvd.rank() in members else 0):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(1000 * hvd.rank() + optimizer.synchronizer.local_steps)
+            model(torch.randn(5, 3, generator=generator)).square().mean().backward()
+            optimizer.step()
+    hvd.allgather_object(None)
+    if not resume:
+        hvdp.save(folder_of(folder), model, optimizer)
+    tensors = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
+    replica = [tensor.tolist() for tensor in tensors]
+    with optimizer.center():
+        return [replica, [tensor.tolist() for tensor in tensors], optimizer.synchronizer.counters.rounds]
+
+
+@scenario
+def saved() -> Any:
+    """All at once; and a part of it, saved while one rank has been away for two rounds, and the rest."""
+    whole = trained("whole", [*SETS, [0, 1], [0, 1], [0, 2], [0, 1, 2]], resume=False)
+    trained("part", [*SETS, [0, 1], [0, 1]], resume=False)
+    return [whole, trained("part", [[0, 2], [0, 1, 2]], resume=True)]
+
+
+def test_a_saved_set_resumes_exactly(ranks: list[dict[str, Any]]) -> None:
+    reports = column(ranks, "saved")
+    for whole, resumed in reports:
+        assert resumed == whole
+        assert whole[1] == reports[0][0][1], "one center"
+        assert whole[0] == whole[1], "all were in the last round"
+
+
 @scenario
 def refusals() -> Any:
     x = torch.nn.Parameter(torch.zeros(2))
