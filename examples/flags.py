@@ -11,6 +11,8 @@ import digits
 import hvd_periodic as hvdp
 
 ALGORITHMS = tuple(digits.TITLES)
+_WAIT = ("allreduce", "all")
+"""What has no asynchronous form."""
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk")
 SCHEDULES = ("every", "post-local", "piecewise", "doubling", "qsr", "adacomm", "seconds")
 
@@ -43,7 +45,9 @@ def parse(
     parser.add_argument("--beta", type=float, help="easgd: moving rate times the number of workers, instead")
     parser.add_argument("--rho", type=float, default=0.0, help="easgd: elastic term in the local loss")
     parser.add_argument("--op", choices=("sum", "average"), default="sum", help="agn: over the workers' gradients")
-    parser.add_argument("--asynchronous", action="store_true", help="easgd, agn: exchange without waiting for others")
+    without_waiting = [name for name in algorithms if name not in _WAIT] if "diloco" in algorithms else ["easgd", "agn"]
+    text = f"{', '.join(without_waiting)}: exchange without waiting for others"
+    parser.add_argument("--asynchronous", action="store_true", help=text)
     parser.add_argument("--epochs", type=int, default=30, help="passes over the shard of each worker")
     parser.add_argument("--batch-size", type=int, default=32, help="images per step and worker")
     parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD")
@@ -64,8 +68,8 @@ def parse(
     for name in wires:
         parser.add_argument(f"--{name}", **WIRES[name])
     args = parser.parse_args()
-    if args.asynchronous and args.algorithm not in ("easgd", "agn"):
-        parser.error(f"--asynchronous is for easgd and agn, not for {args.algorithm}")
+    if args.asynchronous and args.algorithm not in without_waiting:
+        parser.error(f"--asynchronous is for {', '.join(without_waiting)}, not for {args.algorithm}")
     if checkpoints and args.checkpoints and args.asynchronous:
         parser.error("--checkpoints are taken by all workers at the same epoch, and --asynchronous ones are not there")
     if checkpoints and args.checkpoints and args.algorithm == "all":
@@ -75,11 +79,13 @@ def parse(
 
 def _add_newer(parser: argparse.ArgumentParser) -> None:
     """Add what scripts of tf.contrib.opt do not have."""
-    outer = hvdp.DiLoCo()
-    parser.add_argument("--outer-learning-rate", type=float, default=outer.outer_learning_rate, help="diloco: λ")
-    parser.add_argument("--outer-momentum", type=float, default=outer.outer_momentum, help="diloco: μ")
+    text = "diloco: λ; default: 0.7, asynchronously on more than 4 workers 0.4"
+    parser.add_argument("--outer-learning-rate", type=float, help=text)
+    parser.add_argument("--outer-momentum", type=float, default=hvdp.DiLoCo().outer_momentum, help="diloco: μ")
     parser.add_argument("--slow-momentum", type=float, default=hvdp.SlowMo().slow_momentum, help="slowmo: β")
-    parser.add_argument("--block-momentum", type=float, help="bmuf: η; default: 1 - 1/workers")
+    parser.add_argument(
+        "--block-momentum", type=float, help="bmuf: η; default: 1 - 1/n of n workers, asynchronously at most 0.5"
+    )
     parser.add_argument("--schedule", choices=SCHEDULES, default="every", help="how the period varies")
     parser.add_argument(
         "--seconds", type=float, default=0.05, help="from one exchange to the next, under that schedule"

@@ -53,7 +53,7 @@ class Averaging(Consensus):
 
 @dataclass(frozen=True)
 class DelayedAveraging(Delayed, Averaging):
-    """Averaging of workers that exchange one at a time; see :class:`Delayed`.
+    """Averaging of workers that exchange one at a time.
 
     c ← c + (x_i − h_i)/n
     """

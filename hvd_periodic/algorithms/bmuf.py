@@ -100,7 +100,7 @@ class BMUF(Consensus):
 
 @dataclass(frozen=True)
 class DelayedBMUF(Delayed, BMUF):
-    """BMUF of workers that exchange one at a time: its momentum moves once in n pushes; see :class:`Delayed`.
+    """BMUF of workers that exchange one at a time: the momentum moves once in n pushes.
 
         g = h_i − x_i
         D ← D − ζ g/n

@@ -108,7 +108,7 @@ class DiLoCo(Consensus):
 
 @dataclass(frozen=True)
 class DelayedDiLoCo(Delayed, DiLoCo):
-    """DiLoCo of workers that exchange one at a time: its momentum moves once in n pushes; see :class:`Delayed`.
+    """DiLoCo of workers that exchange one at a time: the momentum moves once in n pushes.
 
         g = h_i − x_i
         D ← D + g/n

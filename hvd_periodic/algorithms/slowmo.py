@@ -89,7 +89,7 @@ class SlowMo(Consensus):
 
 @dataclass(frozen=True)
 class DelayedSlowMo(Delayed, SlowMo):
-    """SlowMo of workers that exchange one at a time: its momentum moves once in n pushes; see :class:`Delayed`.
+    """SlowMo of workers that exchange one at a time: the momentum moves once in n pushes.
 
         g = h_i − x_i
         D ← D + g/(γ_i n)                     γ_i: the learning rate of the worker that pushes

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.asynchronous.ledger import Ledger, ledger_bucket
 from hvd_periodic.centers.by_range import ByRange
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.vectors.layout import Bucket, Layout
@@ -71,75 +72,6 @@ def numbered(parts: Sequence[ExchangedTensors], layouts: Sequence[Layout]) -> li
         for bucket in layout.buckets
     ]
     return sorted(places, key=lambda place: place[1] != "center")
-
-
-class Ledger:
-    """Counts the pushes: of the open window of every bucket, and of every worker; or rounds of several workers.
-
-    Args:
-        buckets: number of buckets that are exchanged.
-        memory: 64-bit integers, as many as :meth:`size` says.
-
-    Attributes:
-        windows: pushes to every bucket since the last window of n pushes was complete (k).
-        pushes: pushes of every worker.
-        taken: pushes of all workers, or rounds, when each worker last took the center.
-        rounds: one integer: rounds of several workers; 0 if each pushes alone.
-    """
-
-    def __init__(self, buckets: int, memory: np.ndarray) -> None:
-        self.memory = memory
-        workers = (memory.size - buckets - 1) // 2
-        places = np.cumsum([buckets, workers, workers])
-        self.windows, self.pushes, self.taken, self.rounds = np.split(memory, places)
-
-    @staticmethod
-    def size(buckets: int, workers: int) -> int:
-        """Return the number of integers."""
-        return buckets + 2 * workers + 1
-
-    def begin(self, worker: int) -> int:
-        """Count a push of a worker; return its staleness, the pushes of others since the worker took the center."""
-        total = int(self.pushes.sum())
-        staleness = total - int(self.taken[worker])
-        self.pushes[worker] += 1
-        self.taken[worker] = total + 1
-        return staleness
-
-    def staleness(self, workers: Sequence[int]) -> list[int]:
-        """Return the staleness of workers in a round: the rounds since each took the center."""
-        return [int(self.rounds[0] - self.taken[worker]) for worker in workers]
-
-    def close(self, workers: Sequence[int]) -> None:
-        """Count a round in which some workers move the center, and take it."""
-        self.rounds += 1
-        self.pushes[list(workers)] += 1
-        self.taken[list(workers)] = self.rounds
-
-    def save(self) -> dict[str, list[int]]:
-        """Return the counts as lists."""
-        return {name: getattr(self, name).tolist() for name in ("windows", "pushes", "taken", "rounds")}
-
-    def load(self, saved: Mapping[str, list[int]], taking: Sequence[int] = ()) -> None:
-        """Set the counts to those that :meth:`save` returned; of another number of workers, only the open windows.
-
-        Args:
-            saved: the counts; empty: zeros.
-            taking: workers that take the center now.
-        """
-        for name, counts in saved.items():
-            mine = getattr(self, name, None)
-            if isinstance(mine, np.ndarray) and mine.size == len(counts):
-                mine[:] = counts
-        self.taken[list(taking)] = self.rounds[0] or self.pushes.sum()
-
-    def completes(self, bucket: int, size: int) -> bool:
-        """Count a push to a bucket; return whether it completes a window of ``size`` pushes."""
-        self.windows[bucket] += 1
-        complete = bool(self.windows[bucket] >= size)
-        if complete:
-            self.windows[bucket] = 0
-        return complete
 
 
 class _Arena(NamedTuple):
@@ -339,11 +271,6 @@ class CenterInMemory:
     def _first(self, part: int) -> int:
         """Return the number of the first bucket of a part."""
         return sum(len(self.vectors[before]["center"].layout.buckets) for before in range(part))
-
-
-def ledger_bucket(index: int, size: int) -> Bucket:
-    """Return the bucket of a ledger."""
-    return Bucket(index, "int64", 0, size, 8, ())
 
 
 def empty(bucket: Bucket) -> np.ndarray:

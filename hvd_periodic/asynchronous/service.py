@@ -13,14 +13,8 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
-from hvd_periodic.asynchronous.center_in_memory import (
-    CenterInMemory,
-    ExchangedTensors,
-    Ledger,
-    empty,
-    ledger_bucket,
-    numbered,
-)
+from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors, empty, numbered
+from hvd_periodic.asynchronous.ledger import Ledger, ledger_bucket
 from hvd_periodic.asynchronous.transport import Transport, bind
 from hvd_periodic.comm.transports import LONG, SHORT, Messages
 from hvd_periodic.outer.framework import OuterOptimizer
@@ -29,7 +23,7 @@ from hvd_periodic.vectors.layout import Bucket, Layout
 REQUEST, ANSWER, _PAYLOAD = 0, 1, 8
 """Tags of a request and of its answer; the tag of bucket i is ``_PAYLOAD + 2 i``, the tag of its reply one more."""
 
-_BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE, _RATES = range(7)
+_BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE, _RATES, _TAKE = range(8)
 """Requests, of five integers. ``_BEGIN`` describes the exchange of the payloads to follow; the first holder answers.
 Before it come ``_PRESENCE`` if the worker may be absent for some tensors, and ``_RATES`` if the algorithm uses the
 worker's learning rates, one of float64 per tensor of the first part."""
@@ -107,6 +101,14 @@ class ServiceTransport(Transport):
         for index in range(self._optimized, self._count):
             yield self._transact(index, next(payloads))
         self.missed = staleness()
+
+    def take(self) -> None:
+        """Tell every holder, which has noted it when this worker's next push arrives."""
+        for holder in self._holders:
+            if holder == self._rank:
+                self._own.take(self._rank)
+            else:
+                self._request(holder, _TAKE)
 
     def read(self, index: int) -> np.ndarray:
         """Ask every holder for its share of a bucket."""
@@ -289,6 +291,11 @@ class Service:
             self._exchanges[worker] = replace(exchange, staleness=staleness)
             return staleness
 
+    def take(self, worker: int) -> None:
+        """Note that a worker takes the center without a push."""
+        with self._lock:
+            self._center.ledger.take([worker])
+
     def transact(self, index: int, payload: np.ndarray, worker: int) -> np.ndarray:
         """Run one transaction of a worker."""
         with self._lock:
@@ -407,6 +414,8 @@ class Service:
             self._send(np.zeros(1, np.uint8), source, ANSWER)
         elif operation == _PRESENCE:
             self._presence[source] = pickle.loads(self._requests.receive_bytes(source, ANSWER))
+        elif operation == _TAKE:
+            self.take(source)
         elif operation == _RATES:
             of_tensors = np.empty(len(self._center.parts[0].layout.specs), np.float64)
             self._requests.wait(self._requests.receive(of_tensors, source, ANSWER))

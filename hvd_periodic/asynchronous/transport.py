@@ -35,6 +35,10 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def take(self) -> None:
+        """Note that this worker takes the center without a push."""
+
+    @abstractmethod
     def read(self, index: int) -> np.ndarray:
         """Return a copy of a bucket of a vector that is kept with the center, or of the ledger, by its number."""
 
@@ -117,6 +121,11 @@ class MemoryTransport(Transport):
             with self._locked(index):
                 pulled = self._center.transact(index, payload, exchange)
             yield pulled
+
+    def take(self) -> None:
+        """Note it in the ledger."""
+        with self._memory.lock(self._count):
+            self._center.ledger.take([self._rank])
 
     def read(self, index: int) -> np.ndarray:
         """Copy a bucket under its lock."""

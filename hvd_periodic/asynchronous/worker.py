@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.asynchronous.center_file import CenterFile
-from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors, Ledger, numbered
+from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors, numbered
 from hvd_periodic.asynchronous.hub import HubTransport
+from hvd_periodic.asynchronous.ledger import Ledger, lack
 from hvd_periodic.asynchronous.rounds import Quorum, Rounds
 from hvd_periodic.asynchronous.service import ServiceTransport
 from hvd_periodic.asynchronous.transport import MemoryTransport, Transport
@@ -345,8 +346,8 @@ class Worker:
             return
         self.resume_training()
         lacking = {}
-        if each_its_own and self._hands_out(parts[0]):
-            reasons = (_lack(worker, each, known, len(loaded)) for worker, each in enumerate(loaded))
+        if each_its_own and self._hands_out(parts[0].algorithm):
+            reasons = (lack(worker, each, known, len(loaded)) for worker, each in enumerate(loaded))
             lacking = {worker: reason for worker, reason in enumerate(reasons) if reason}
         if membership.is_root and state is not None:
             self.transport.write(self._saved(parts, state, list(lacking)), state["center_optimizer"])
@@ -362,12 +363,12 @@ class Worker:
     def take(self, parts: Sequence[TensorGroup[Any]]) -> None:
         """Set the replica to the center, if workers keep what they took, or take the center in rounds."""
         for part in parts:
-            if self._hands_out(part):
+            if self._hands_out(part.algorithm):
                 part.take_center(Exchange(self.communicator.size, period=1))
 
-    def _hands_out(self, part: TensorGroup[Any]) -> bool:
-        """Return whether a worker without the latest pushes may take the center instead of what it has."""
-        return part.taken is not None or (self._quorum is not None and part.algorithm.reads_after)
+    def _hands_out(self, algorithm: Algorithm) -> bool:
+        """Return whether a worker may take the center instead of what it has, if it lacks the latest pushes."""
+        return algorithm.taken_state is not None or (self._quorum is not None and algorithm.reads_after)
 
     def check(self, state: dict[str, Any]) -> None:
         """Check a state before it is loaded.
@@ -412,6 +413,9 @@ class Worker:
             self.communicator.idle_barrier(self.membership.number)
             self._log_dead_ranks()
             self._final = [self.transport.read(index) for index in range(len(self._places) + 1)]
+            if self._hands_out(self._parts[0].algorithm):  # All take the center now, see Asynchronous.leave().
+                self.transport.take()
+                self._ledger(self._final[-1]).take(range(self.communicator.size))
             self.communicator.idle_barrier(self.membership.number)
         if self._file is not None:
             self._file.release()
@@ -446,27 +450,6 @@ class Worker:
                 titled(lost),
             )
         self._lost = lost
-
-
-def _lack(worker: int, own: Mapping[str, Any] | None, known: Mapping[str, Any], workers: int) -> str:
-    """Return why what a worker has loaded does not belong to the center; empty if it does.
-
-    Args:
-        worker: its rank.
-        own: the ledger in the state that it has loaded; None if there is no such state.
-        known: the ledger of the center.
-        workers: number of workers.
-    """
-    pushes = known.get("pushes", [])
-    if len(pushes) != workers:
-        return f"the state is one of {len(pushes)} workers, and there are {workers}"
-    if not own:
-        return "it has loaded no state"
-    if own["worker"] != worker:
-        return f"it has loaded the state of rank {own['worker']}"
-    if own["pushes"][worker] != pushes[worker]:
-        return f"its state is one after {own['pushes'][worker]} pushes, and the center has {pushes[worker]} of them"
-    return ""
 
 
 def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[None]:

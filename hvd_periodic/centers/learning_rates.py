@@ -38,6 +38,10 @@ class LearningRates:
         """Use the learning rates of another rank for the next exchange; None: this rank's own."""
         self._followed = settings
 
+    def of_tensors(self, count: int) -> list[float]:
+        """Return this rank's own learning rates as numbers, one for each of the ``count`` tensors."""
+        return [float(rate) for rate in self._read()]
+
     def constant_ranges(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, Any]]:
         """Yield the ranges of a bucket with one learning rate: first and past-the-last element, and the rate.
 

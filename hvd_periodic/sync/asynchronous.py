@@ -106,6 +106,7 @@ class Asynchronous(Exchanger[V]):
             with context.handshake.remember_failure(step):
                 if excluded:
                     self.worker.resume_training()
+                    self.worker.transport.take()
                     reset_to_center(self.tensor_groups, context, excluded)
                 else:
                     presence = {} if self.presence is None else self.presence.alone(own.notes.seen)
@@ -124,7 +125,7 @@ class Asynchronous(Exchanger[V]):
         exchanged = self.context.exchanged
         if exchanged.rates is None or not exchanged.algorithm.uses_learning_rate:
             return []
-        return [float(rate) for rate in exchanged.rates.hyperparameters()]
+        return exchanged.rates.of_tensors(len(exchanged.replica.parameters.layout.specs))
 
     def check_alive(self) -> None:
         """Raise a RuntimeError if Horovod has been shut down, and the center with it."""

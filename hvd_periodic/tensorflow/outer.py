@@ -218,6 +218,11 @@ class KerasLearningRate(FollowsRate, LearningRates):
         rate = tf.cast(rate_of_now(self._optimizer, given, self.maximum), tf.float64)
         self._now = float(rate) if tf.executing_eagerly() else rate
 
+    def of_tensors(self, count: int) -> list[float]:
+        """Return this rank's own learning rate, once for each tensor; outside graphs."""
+        self.follow(None)
+        return [float(self._now)] * count
+
     def constant_ranges(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, Any]]:
         """Yield the whole bucket as one range."""
         yield 0, bucket.size, self._now

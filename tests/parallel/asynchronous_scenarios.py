@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 import hvd_periodic.torch as hvdp
-from hvd_periodic import Averaging
+from hvd_periodic import DiLoCo
 from hvd_periodic.asynchronous.worker import VARIABLE
 from hvd_periodic.torch import synchronizer as module
 from hvd_periodic.torch.replica import TorchReplica
@@ -525,9 +525,11 @@ def refused(mode: str) -> Any:
             inner = torch.optim.SGD([parameter], lr=0.1)
             hvdp.ElasticAverageOptimizer(inner, [("w", parameter)], 2, **common)
 
-    def average() -> None:
+    def outer_optimizer() -> None:
         parameter = torch.nn.Parameter(torch.zeros(3))
-        hvdp.Synchronizer([("w", parameter)], Averaging(), 2, asynchronous=True)
+        inner = torch.optim.SGD([parameter], lr=0.1)
+        moves = CENTER_OPTIMIZERS["sgd"]
+        hvdp.PeriodicOptimizer(inner, [("w", parameter)], DiLoCo(), 2, outer_optimizer=moves, asynchronous=True)
 
     def copied() -> None:
         optimizer = elastic(mode, [torch.nn.Parameter(torch.zeros(3))], 2)
@@ -542,7 +544,7 @@ def refused(mode: str) -> Any:
         "another rate": attempt(lambda: construct(moving_rate=0.25 if last else 0.5)),
         "one synchronous": attempt(lambda: differ(asynchronous=False)),
         "one place": attempt(lambda: differ(center=service)) if mode == "service" else "",
-        "average": attempt(average),
+        "outer optimizer": attempt(outer_optimizer),
         "copied": attempt(copied, pickle.PicklingError),
     }
 

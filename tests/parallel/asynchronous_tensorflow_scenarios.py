@@ -778,15 +778,19 @@ def disagree(last: dict[str, Any], others: dict[str, Any] | None = None) -> str:
 def refusals() -> Any:
     """Arguments that make no sense, on the last rank or on all."""
     both = {"asynchronous": True}
-    average = {"cls": lambda o, m, p, **k: hvdp.PeriodicOptimizer(o, m, hvdp.Averaging(), p, **k), **both}
+    power = {"cls": hvdp.ElasticAverageOptimizer, "staleness_power": 0.5, **both}
+
+    def moved(o: Any, m: Any, p: int, **k: Any) -> Any:
+        return hvdp.PeriodicOptimizer(o, m, hvdp.DiLoCo(), p, outer_optimizer=keras.optimizers.SGD(1.0), **k)
+
     cases: dict[str, list[Any]] = {
         "none": [both],
         "rate": [{"moving_rate": 1.5, **both}],
         "largest rate": [{"moving_rate": 1.0, **both}] * 2,
         "beta": [{"beta": hvd.size() + 0.5, **both}] * 2,
         "synchronous": [{"asynchronous": False}],
-        "average": [{"cls": hvdp.ModelAverageOptimizer, **both}] * 2,
-        "averaging": [average] * 2,
+        "power": [power] * 2,
+        "outer optimizer": [{"cls": moved, **both}] * 2,
         "transport": [{"transport": "service", **both}],
         "unknown transport": [{"transport": "pigeon", **both}],
         "center": [{"center": "nowhere", **both}],

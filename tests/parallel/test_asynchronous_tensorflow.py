@@ -285,8 +285,8 @@ def test_refusals(ranks: list[dict[str, Any]]) -> None:
     assert column(found, "none") == column(found, "largest rate") == [""] * len(ranks)
     everywhere = {
         "beta": f"must be in (0, n = {last + 1}] in asynchronous exchange",
-        "average": "unexpected keyword argument 'asynchronous'",
-        "averaging": "ValueError: Averaging is for synchronous exchange",
+        "power": "`staleness_power` is for averaging, DiLoCo, SlowMo and BMUF",
+        "outer optimizer": "ValueError: `outer_optimizer` is for synchronous exchange",
     }
     for case, text in everywhere.items():
         assert all(text in error for error in column(found, case)), case

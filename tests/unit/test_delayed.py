@@ -407,6 +407,7 @@ def test_all_leave_with_the_center(name: str) -> None:
         pushes = state["pushes"]["pushes"]
         assert pushes == [2, 3, 2]
         assert state["pushes"]["windows"] == [sum(pushes) % 3] * 2
+        assert state["pushes"]["taken"] == [sum(pushes)] * 3
         taken = state["vectors"]["parameters"]["taken"]
         for here, there in zip(xs, taken.values(), strict=True):
             np.testing.assert_array_equal(here, there)
@@ -575,6 +576,9 @@ def test_a_rank_that_is_not_finite_takes_the_center() -> None:
             after["vectors"]["parameters"]["gathered"]["w"], before["vectors"]["parameters"]["gathered"]["w"]
         )
     np.testing.assert_array_equal(second[2], second[3])
+    for before, after, *_ in (first, second):
+        assert before["pushes"]["taken"] == [1, 2]
+        assert after["pushes"]["taken"] == [1, 3]
     assert (first[4], second[4]) == ((1, 0), (2, 1))
 
 

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
-from hvd_periodic import Averaging, LocalCommunicator  # noqa: E402
+from hvd_periodic import LocalCommunicator  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator, run  # noqa: E402
 
 LOCAL = {"process_set": LocalCommunicator()}
@@ -87,10 +87,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"must be in \(0, 1\] in asynchronous exchange. Received: moving_rate=1.5",
     ),
-    "asynchronous averaging": (
-        lambda: hvdp.PeriodicOptimizer(sgd(LINEAR), LINEAR, Averaging(), 2, asynchronous=True, **LOCAL),
+    "asynchronous outer optimizer": (
+        lambda: hvdp.PeriodicOptimizer(
+            sgd(LINEAR), LINEAR, hvdp.DiLoCo(), 2, outer_optimizer=torch.optim.SGD, asynchronous=True, **LOCAL
+        ),
         ValueError,
-        "Averaging is for synchronous exchange",
+        "`outer_optimizer` is for synchronous exchange: with asynchronous=True the momentum of DiLoCo waits",
     ),
     "op": (lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, op="mean", **LOCAL), ValueError, "Received: op='mean'"),
     "center": (

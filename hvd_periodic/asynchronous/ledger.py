@@ -1,0 +1,108 @@
+"""The counts of pushes that every holder of an asynchronous center keeps with its share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_periodic.vectors.layout import Bucket
+
+
+class Ledger:
+    """Counts the pushes: of the open window of every bucket, and of every worker; or rounds of several workers.
+
+    Args:
+        buckets: number of buckets that are exchanged.
+        memory: 64-bit integers, as many as :meth:`size` says.
+
+    Attributes:
+        windows: pushes to every bucket since the last window of n pushes was complete (k).
+        pushes: pushes of every worker.
+        taken: pushes of all workers, or rounds, when each worker last took the center.
+        rounds: one integer: rounds of several workers; 0 if each pushes alone.
+    """
+
+    def __init__(self, buckets: int, memory: np.ndarray) -> None:
+        self.memory = memory
+        workers = (memory.size - buckets - 1) // 2
+        places = np.cumsum([buckets, workers, workers])
+        self.windows, self.pushes, self.taken, self.rounds = np.split(memory, places)
+
+    @staticmethod
+    def size(buckets: int, workers: int) -> int:
+        """Return the number of integers."""
+        return buckets + 2 * workers + 1
+
+    def begin(self, worker: int) -> int:
+        """Count a push of a worker; return its staleness, the pushes of others since the worker took the center."""
+        staleness = int(self.pushes.sum() - self.taken[worker])
+        self.pushes[worker] += 1
+        self.take([worker])
+        return staleness
+
+    def take(self, workers: Sequence[int]) -> None:
+        """Note that workers take the center now."""
+        self.taken[list(workers)] = self.rounds[0] or self.pushes.sum()
+
+    def staleness(self, workers: Sequence[int]) -> list[int]:
+        """Return the staleness of workers in a round: the rounds since each took the center."""
+        return [int(self.rounds[0] - self.taken[worker]) for worker in workers]
+
+    def close(self, workers: Sequence[int]) -> None:
+        """Count a round in which some workers move the center, and take it."""
+        self.rounds += 1
+        self.pushes[list(workers)] += 1
+        self.take(workers)
+
+    def save(self) -> dict[str, list[int]]:
+        """Return the counts as lists."""
+        return {name: getattr(self, name).tolist() for name in ("windows", "pushes", "taken", "rounds")}
+
+    def load(self, saved: Mapping[str, list[int]], taking: Sequence[int] = ()) -> None:
+        """Set the counts to those that :meth:`save` returned; of another number of workers, only the open windows.
+
+        Args:
+            saved: the counts; empty: zeros.
+            taking: workers that take the center now.
+        """
+        for name, counts in saved.items():
+            mine = getattr(self, name, None)
+            if isinstance(mine, np.ndarray) and mine.size == len(counts):
+                mine[:] = counts
+        self.take(taking)
+
+    def completes(self, bucket: int, size: int) -> bool:
+        """Count a push to a bucket; return whether it completes a window of ``size`` pushes."""
+        self.windows[bucket] += 1
+        complete = bool(self.windows[bucket] >= size)
+        if complete:
+            self.windows[bucket] = 0
+        return complete
+
+
+def ledger_bucket(index: int, size: int) -> Bucket:
+    """Return the bucket of a ledger."""
+    return Bucket(index, "int64", 0, size, 8, ())
+
+
+def lack(worker: int, own: Mapping[str, Any] | None, known: Mapping[str, Any], workers: int) -> str:
+    """Return why what a worker has loaded does not belong to the center; empty if it does.
+
+    Args:
+        worker: its rank.
+        own: the ledger in the state that it has loaded; None if there is no such state.
+        known: the ledger of the center.
+        workers: number of workers.
+    """
+    pushes = known.get("pushes", [])
+    if len(pushes) != workers:
+        return f"the state is one of {len(pushes)} workers, and there are {workers}"
+    if not own:
+        return "it has loaded no state"
+    if own["worker"] != worker:
+        return f"it has loaded the state of rank {own['worker']}"
+    if own["pushes"][worker] != pushes[worker]:
+        return f"its state is one after {own['pushes'][worker]} pushes, and the center has {pushes[worker]} of them"
+    return ""

@@ -1,0 +1,248 @@
+"""Asynchronous averaging, DiLoCo, SlowMo and BMUF of Keras in real jobs, wherever the center lives."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests import delayed_oracle as slow
+from tests.parallel.launch import run_scenarios
+from tests.parallel.program import Scenarios, column
+from tests.parallel.tiers import thorough
+
+hvd = pytest.importorskip("tests.parallel.tensorflow_job").hvd
+pytest.importorskip("mpi4py")
+
+import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+import hvd_periodic.tensorflow as hvdp  # noqa: E402
+from hvd_periodic.asynchronous.worker import VARIABLE  # noqa: E402
+
+pytestmark = pytest.mark.timeout(240)
+
+MODES: dict[str, tuple[str, str]] = {
+    "window": ("window", "replicated"),
+    "service": ("service", "root"),
+    "sharded": ("service", "sharded"),
+}
+JOBS = [("mpirun", 2), thorough(("mpirun", 3)), thorough(("mpirun, MPI", 2))]
+ORDER = (0, 1, 1, 2, 0, 0, 2, 1, 0, 1, 2)
+SIZE = 5
+
+scenario = Scenarios()
+FOLDER: list[Path] = []
+
+
+@pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of one job reports; all tests of a job share it."""
+    launcher, size = request.param
+    folder = tmp_path_factory.mktemp("job")
+    return run_scenarios(launcher, size, "test_delayed_tensorflow", folder, 200, framework="tensorflow")
+
+
+def order_of(size: int) -> list[int]:
+    return [turn for turn in ORDER if turn < size]
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    hvd.allgather_object(None)
+
+
+class Trainer:
+    """A worker on quadratics; its model is one layer whose kernel is x."""
+
+    def __init__(self, mode: str, name: str, compiled: bool, model: Any = None) -> None:
+        self.mode = mode
+        if model is None:
+            layers = [keras.Input((1,)), keras.layers.Dense(SIZE, use_bias=False, dtype="float64", name="x")]
+            model = keras.Sequential(layers, name="model")
+            model.set_weights([tf.zeros((1, SIZE), tf.float64)])
+            options: dict[str, Any] = {"staleness_power": 0.5 * (name == "diloco")}
+            with self._transport():
+                optimizer = hvdp.PeriodicOptimizer(
+                    keras.optimizers.SGD(0.1),
+                    model,
+                    slow.ALGORITHMS[name],
+                    slow.PERIOD,
+                    asynchronous=True,
+                    center=MODES[mode][1],
+                    **options,
+                )
+                model.compile(optimizer, loss="mse", jit_compile=False)
+                optimizer.build(model.trainable_variables)
+        else:
+            with self._transport():
+                model.optimizer.attach(model)
+                model.optimizer.start()
+        self.model, self.x, self.optimizer = model, model.trainable_variables[0], model.optimizer
+        self.take = tf.function(self.step) if compiled else self.step
+        self.optimizer.synchronizer.begin()
+
+    def _transport(self) -> Any:
+        return patch.dict(os.environ, {VARIABLE: MODES[self.mode][0]})
+
+    def step(self) -> None:
+        h, b = slow.CURVATURE[hvd.rank()], slow.MINIMUM[hvd.rank()]
+        self.optimizer.apply_gradients([(h * (tf.convert_to_tensor(self.x) - b), self.x)])
+
+    def train(self, own_turn: int) -> None:
+        self.optimizer.learning_rate = slow.rate_of(own_turn, False)
+        for _ in range(slow.PERIOD):
+            self.take()
+
+    def look(self) -> list[Any]:
+        x = self.x.numpy()[0].tolist()
+        with self.optimizer.center():
+            return [x, self.x.numpy()[0].tolist()]
+
+    def in_turn(self, order: Sequence[int]) -> list[Any]:
+        return slow.followed(order, hvd.rank(), self.train, self.look, barrier)
+
+
+@scenario
+def quadratics_in_turn() -> Any:
+    """x and c after every turn, in eager and compiled loops."""
+    results: dict[str, Any] = {}
+    for i, mode in enumerate(MODES):
+        for j, name in enumerate(slow.ALGORITHMS):
+            trainer = Trainer(mode, name, compiled=(i + j) % 2 == 0)
+            seen = trainer.in_turn(order_of(hvd.size()))
+            trainer.optimizer.finalize()
+            results[f"{mode} {name}"] = [seen, trainer.look()]
+    return results
+
+
+def test_agreement_with_a_slow_oracle(ranks: list[dict[str, Any]]) -> None:
+    """To float32: Keras keeps rates in it."""
+    order = order_of(len(ranks))
+    for case in ranks[0]["quadratics_in_turn"]:
+        name = case.partition(" ")[2]
+        options = {"power": 0.5 * (name == "diloco")}
+        replicas, centers = slow.in_turn(name, len(ranks), order, **options)
+        last = slow.Slow(name, len(ranks), **options)
+        for turn in order:
+            last.turn(turn)
+        for rank, (seen, final) in enumerate(column(ranks, "quadratics_in_turn", case)):
+            for turn, (x, c) in enumerate(seen):
+                assert x == pytest.approx([replicas[turn][rank]] * SIZE, rel=1e-6), (case, turn)
+                assert c == pytest.approx([centers[turn]] * SIZE, rel=1e-6), (case, turn)
+            assert final[0] == pytest.approx([last.handed()] * SIZE, rel=1e-6), "all leave with the center"
+            assert final[1] == pytest.approx([centers[-1]] * SIZE, rel=1e-6), case
+
+
+@scenario
+def saved_at_rest() -> Any:
+    """In the middle of a window and of a period: files of the model, sets of files, and states."""
+    results: dict[str, Any] = {}
+    for mode, name, way in (
+        *(("window", "diloco", "model"), ("service", "slowmo", "set"), ("sharded", "bmuf", "state")),
+        *(("window", "bmuf", "set"), ("sharded", "slowmo", "model")),
+    ):
+        order = order_of(hvd.size())
+        trainer = Trainer(mode, name, compiled=True)
+        trainer.in_turn(order)
+        if hvd.rank() == 0:
+            trainer.take()
+        barrier()
+        resumed = WAYS[way](trainer, name, FOLDER[0] / f"{mode} {name}")
+        expected = trainer.in_turn(order)
+        found = resumed().in_turn(order)
+        results[f"{mode} {name} {way}"] = found == expected
+    return results
+
+
+def by_model(trainer: Trainer, name: str, folder: Path) -> Callable[[], Trainer]:
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{hvd.rank()}.keras"
+    trainer.model.save(path)
+    barrier()
+
+    def resumed() -> Trainer:
+        trainer.optimizer.finalize()
+        return Trainer(trainer.mode, name, True, keras.models.load_model(path))
+
+    return resumed
+
+
+def by_set(trainer: Trainer, name: str, folder: Path) -> Callable[[], Trainer]:
+    hvdp.save(folder, trainer.model, trainer.optimizer)
+
+    def resumed() -> Trainer:
+        trainer.optimizer.finalize()
+        other = Trainer(trainer.mode, name, True)
+        other.optimizer.finalize()
+        hvdp.load(folder, other.model, other.optimizer)
+        other.optimizer.synchronizer.begin()
+        return other
+
+    return resumed
+
+
+def by_state(trainer: Trainer, name: str, folder: Path) -> Callable[[], Trainer]:
+    state, weights = trainer.optimizer.synchronizer.state_dict(), trainer.model.get_weights()
+    barrier()
+
+    def resumed() -> Trainer:
+        trainer.optimizer.finalize()
+        other = Trainer(trainer.mode, name, True)
+        other.optimizer.finalize()
+        other.optimizer.synchronizer.load_state_dict(state)
+        other.model.set_weights(weights)
+        other.optimizer.synchronizer.begin()
+        return other
+
+    return resumed
+
+
+WAYS = {"model": by_model, "set": by_set, "state": by_state}
+
+
+def test_what_was_saved_at_rest_resumes_exactly(ranks: list[dict[str, Any]]) -> None:
+    for case in ranks[0]["saved_at_rest"]:
+        assert column(ranks, "saved_at_rest", case) == [True] * len(ranks), case
+
+
+@scenario
+def fit_with_averaging() -> Any:
+    """``ModelAverageOptimizer`` under ``fit``, with different numbers of batches: one center, which all end with."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    optimizer = hvdp.ModelAverageOptimizer(keras.optimizers.Adam(0.01), model, 4, asynchronous=True)
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    keras.utils.set_random_seed(hvd.rank())
+    count = 48 + 32 * hvd.rank()
+    inputs = keras.random.normal((count, 3))
+    model.fit(inputs, keras.ops.sum(inputs, 1, keepdims=True), 8, epochs=3, verbose=0)
+    optimizer.finalize()
+    weights = [w.tolist() for w in model.get_weights()]
+    with optimizer.center():
+        center = [w.tolist() for w in model.get_weights()]
+    config = optimizer.get_config()
+    return [weights == center, weights, config["asynchronous"], config["interval_steps"]]
+
+
+def test_fit(ranks: list[dict[str, Any]]) -> None:
+    for same, weights, asynchronous, period in column(ranks, "fit_with_averaging"):
+        assert same
+        assert weights == ranks[0]["fit_with_averaging"][1]
+        assert asynchronous is True
+        assert period == 4
+
+
+def main(folder: Path) -> None:
+    """Run all scenarios."""
+    hvd.init()
+    FOLDER.append(folder)
+    scenario.run(folder, hvd.rank())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
