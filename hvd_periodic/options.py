@@ -79,7 +79,15 @@ class ExchangeOptions(TypedDict, total=False):
         staleness_power: power p ≥ 0 of the discount of stale pushes in asynchronous averaging, DiLoCo, SlowMo and BMUF:
             the displacement that a worker pushes counts (1 + max(0, s − (n − 1)))^−p, where s is the number of pushes
             of others since this worker took the center: n − 1 if equal workers push in turn. What is discounted is
-            lost. Asynchronous training only.
+            lost. With a ``quorum``, in averaging, DiLoCo, SlowMo, BMUF and AGN with ``op="average"``: a rank that is
+            in a round s rounds after it took the center has (1 + s)^−p of its weight in the mean.
+        quorum: number q of ranks that a round waits for: it closes when all ranks have come to it, or ``grace_seconds``
+            after the q-th came, with all that came by then, and the mean is over these. Who comes later takes part in
+            the next round with all it has. The first round and ``finalize()`` wait for all. The center is on
+            ``root_rank``, which may be late itself, but which has to run. None, or the number of ranks: every exchange
+            waits for all.
+        grace_seconds: seconds that a round stays open after the q-th rank came. 0 leaves somebody out whenever ranks
+            are apart by milliseconds. None: a tenth of the time from the last close until then.
         run_log: a folder; every rank appends one line of JSON per exchange to its own file ``rank-K.jsonl`` in it.
             None: the folder in the environment variable ``HVD_PERIODIC_RUN_LOG``, if it is set. False: no log. Copies
             of the optimizer write none.
@@ -98,6 +106,8 @@ class ExchangeOptions(TypedDict, total=False):
     timeout_seconds: Annotated[float | None, None]
     center_file: Annotated[PathLike | None, None]
     staleness_power: Annotated[float, 0.0]
+    quorum: Annotated[int | None, None]
+    grace_seconds: Annotated[float | None, None]
     run_log: Annotated[PathLike | bool | None, None]
 
 

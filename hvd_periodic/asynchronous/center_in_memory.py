@@ -29,12 +29,20 @@ class ExchangedTensors:
         algorithm: computes a transaction.
         optimized: an outer optimizer moves the center.
         staleness_power: power p of the discount of stale messages.
+        sends_messages: workers send messages, whatever the algorithm reads to form them; otherwise, they send their
+            replicas if it reads the center.
     """
 
     layout: Layout
     algorithm: Algorithm
     optimized: bool = False
     staleness_power: float = 0.0
+    sends_messages: bool = False
+
+    @property
+    def forms_messages(self) -> bool:
+        """Whether messages are formed where the center is, of the replicas that workers send."""
+        return self.algorithm.reads_before and not self.sends_messages
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -75,6 +83,8 @@ class _Arena(NamedTuple):
     start: int
     stop: int
 
+
+_REDUCTIONS = {"sum": np.add, "max": np.maximum}
 
 _TOTAL, _LEDGER = " total", " ledger"
 """Names of arenas that are no vectors of an algorithm."""
@@ -195,6 +205,49 @@ class CenterInMemory:
             if vector is not center[key]:
                 stores[key].write(bucket, vector)
         return np.array(algorithm.publish(space, center | moved, exchange)) if algorithm.reads_after else before
+
+    def close(
+        self, index: int, payloads: Sequence[np.ndarray], exchanges: Sequence[Exchange], leading: int
+    ) -> np.ndarray:
+        """Run a round on a bucket; return a copy of the vector that all who take part pull.
+
+            m_i = message(x_i, publish(c)), or what worker i has sent, times its weight
+            c'  = move(c, Σ m_i)             a sum in the order of the workers
+
+        If an outer optimizer moves the center, its gradient is stored, and the vector is that before its step.
+
+        Args:
+            index: number of the bucket.
+            payloads: what the workers who take part have sent.
+            exchanges: what the algorithm knows about each of them.
+            leading: place, among them, of the worker whose learning rates count.
+        """
+        part, _, bucket = self._places[index]
+        tensors, space, stores = self.parts[part], self.space, self.vectors[part]
+        algorithm, center = tensors.algorithm, {key: store.read(bucket) for key, store in stores.items()}
+        before = np.array(algorithm.publish(space, center, exchanges[leading]))
+        total: np.ndarray | None = None
+        for payload, exchange in zip(payloads, exchanges, strict=True):
+            message = payload
+            if tensors.forms_messages:
+                message, _ = algorithm.message(space, payload, {}, before, exchange)
+            message = algorithm.weighed(space, message, exchange)
+            if total is None:
+                total = np.array(message)
+            else:
+                _REDUCTIONS[algorithm.reduction](total, message, out=total)
+        if total is None:
+            return before
+        if index < self.optimized:
+            self.set_total(index, total, exchanges[leading])
+            return before
+        moved = self._moved(part, bucket, center, total, exchanges[leading])
+        for key, vector in moved.items():
+            if vector is not center[key]:
+                stores[key].write(bucket, vector)
+        return (
+            np.array(algorithm.publish(space, center | moved, exchanges[leading])) if algorithm.reads_after else before
+        )
 
     def _moved(
         self, part: int, bucket: Bucket, center: State[Any], message: np.ndarray, exchange: Exchange

@@ -11,7 +11,7 @@ from hvd_periodic.vectors.layout import Bucket
 
 
 class Ledger:
-    """Counts the pushes: of the open window of every bucket, and of every worker.
+    """Counts the pushes: of the open window of every bucket, and of every worker; or rounds of several workers.
 
     Args:
         buckets: number of buckets that are exchanged.
@@ -20,18 +20,20 @@ class Ledger:
     Attributes:
         windows: pushes to every bucket since the last window of n pushes was complete (k).
         pushes: pushes of every worker.
-        taken: pushes of all workers when each worker last took the center.
+        taken: pushes of all workers, or rounds, when each worker last took the center.
+        rounds: one integer: rounds of several workers; 0 if each pushes alone.
     """
 
     def __init__(self, buckets: int, memory: np.ndarray) -> None:
         self.memory = memory
-        workers = (memory.size - buckets) // 2
-        self.windows, self.pushes, self.taken = np.split(memory, [buckets, buckets + workers])
+        workers = (memory.size - buckets - 1) // 2
+        places = np.cumsum([buckets, workers, workers])
+        self.windows, self.pushes, self.taken, self.rounds = np.split(memory, places)
 
     @staticmethod
     def size(buckets: int, workers: int) -> int:
         """Return the number of integers."""
-        return buckets + 2 * workers
+        return buckets + 2 * workers + 1
 
     def begin(self, worker: int) -> int:
         """Count a push of a worker; return its staleness, the pushes of others since the worker took the center."""
@@ -42,11 +44,21 @@ class Ledger:
 
     def take(self, workers: Sequence[int]) -> None:
         """Note that workers take the center now."""
-        self.taken[list(workers)] = self.pushes.sum()
+        self.taken[list(workers)] = self.rounds[0] or self.pushes.sum()
+
+    def staleness(self, workers: Sequence[int]) -> list[int]:
+        """Return the staleness of workers in a round: the rounds since each took the center."""
+        return [int(self.rounds[0] - self.taken[worker]) for worker in workers]
+
+    def close(self, workers: Sequence[int]) -> None:
+        """Count a round in which some workers move the center, and take it."""
+        self.rounds += 1
+        self.pushes[list(workers)] += 1
+        self.take(workers)
 
     def save(self) -> dict[str, list[int]]:
         """Return the counts as lists."""
-        return {name: getattr(self, name).tolist() for name in ("windows", "pushes", "taken")}
+        return {name: getattr(self, name).tolist() for name in ("windows", "pushes", "taken", "rounds")}
 
     def load(self, saved: Mapping[str, list[int]], taking: Sequence[int] = ()) -> None:
         """Set the counts to those that :meth:`save` returned; of another number of workers, only the open windows.

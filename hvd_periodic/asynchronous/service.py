@@ -22,7 +22,7 @@ from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, R
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.vectors.layout import Bucket, Layout
 
-_REQUEST, _ANSWER, _STATE_BYTES, _PAYLOAD = 0, 1, 2, 8
+REQUEST, ANSWER, _STATE_BYTES, _PAYLOAD = 0, 1, 2, 8
 """Tags of a request, of its answer, and of an optimizer's state; the tag of bucket i is ``_PAYLOAD + 2 i``, the tag of
 its reply one more."""
 
@@ -99,9 +99,13 @@ class ServiceTransport(Transport):
         shard = CenterInMemory(parts, shares, workers, center)
         self._optimized = shard.optimized
         bind(optimizer, shard)
-        self._service = None if place is None else _Service(requests, replies, shard, optimizer, self._states)
+        self._service = None if place is None else self._start(shard, optimizer)
         where = f"rank {holders[0]}" if len(self._holders) == 1 else "every rank"
         self.description = f"messages to a service thread on {where}"
+
+    def _start(self, shard: CenterInMemory, optimizer: OuterOptimizer) -> Service:
+        """Start to serve this rank's share."""
+        return Service(self._requests, self._replies, shard, optimizer, self._states)
 
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Send bucket by bucket, and receive the buckets that the worker pulls."""
@@ -128,7 +132,7 @@ class ServiceTransport(Transport):
             if holder == self._rank:
                 values[start:stop] = self._own.read(index)
             else:
-                reply = self._replies.receive(values[start:stop], holder, _tag(index) + 1)
+                reply = self._replies.receive(values[start:stop], holder, payload_tag(index) + 1)
                 self._request(holder, _READ, index)
                 reply.wait()
             if stop - start == values.size:  # The other holders have nothing, or ledgers that count the same.
@@ -144,7 +148,7 @@ class ServiceTransport(Transport):
                     self._own.write(index, part)
                 else:
                     self._request(holder, _WRITE, index)
-                    self._requests.send(part, holder, _tag(index)).wait()
+                    self._requests.send(part, holder, payload_tag(index)).wait()
                     self._answer(holder)
         states = [optimizer_state] * len(self._holders)
         if len(states) > 1 and optimizer_state is not None:
@@ -186,7 +190,7 @@ class ServiceTransport(Transport):
         self._replies.close()
 
     @property
-    def _own(self) -> _Service:
+    def _own(self) -> Service:
         if self._service is None:
             raise RuntimeError("This rank does not hold the center")
         return self._service
@@ -198,19 +202,19 @@ class ServiceTransport(Transport):
             if holder != self._rank:
                 if exchange.presence:
                     self._request(holder, _PRESENCE)
-                    self._requests.send(_of_presence(exchange.presence, self._names), holder, _ANSWER).wait()
+                    self._requests.send(_of_presence(exchange.presence, self._names), holder, ANSWER).wait()
                 if exchange.rates:
                     self._request(holder, _RATES)
-                    self._requests.send(np.array(exchange.rates, np.float64), holder, _ANSWER).wait()
+                    self._requests.send(np.array(exchange.rates, np.float64), holder, ANSWER).wait()
                 header = np.array([_BEGIN, place, exchange.gradients, exchange.size, 0], np.int64)
                 header[4:].view(np.float64)[0] = exchange.period
-                sent.append(self._requests.send(header, holder, _REQUEST))
+                sent.append(self._requests.send(header, holder, REQUEST))
             else:
                 own = self._own.begin(self._rank, exchange)
         first = self._holders[0]
         if first != self._rank:
             counts = np.empty(1, np.int64)
-            reply = self._replies.receive(counts, first, _ANSWER)
+            reply = self._replies.receive(counts, first, ANSWER)
 
         def wait() -> int:
             for request in sent:
@@ -249,8 +253,8 @@ class ServiceTransport(Transport):
         requests = []
         for holder, start, stop in self._slices(index):
             if holder != self._rank:
-                requests.append(self._replies.receive(pulled[start:stop], holder, _tag(index) + 1))
-                requests.append(self._requests.send(payload[start:stop], holder, _tag(index)))
+                requests.append(self._replies.receive(pulled[start:stop], holder, payload_tag(index) + 1))
+                requests.append(self._requests.send(payload[start:stop], holder, payload_tag(index)))
         return requests
 
     def _slices(self, index: int) -> Iterator[tuple[int, int, int]]:
@@ -259,11 +263,11 @@ class ServiceTransport(Transport):
                 yield holder, start, stop
 
     def _request(self, holder: int, operation: int, index: int = 0) -> None:
-        self._requests.send(np.array([operation, index, 0, 0, 0], np.int64), holder, _REQUEST).wait()
+        self._requests.send(np.array([operation, index, 0, 0, 0], np.int64), holder, REQUEST).wait()
 
     def _answer(self, holder: int) -> int:
         answer = np.empty(1, np.int64)
-        self._replies.receive(answer, holder, _ANSWER).wait()
+        self._replies.receive(answer, holder, ANSWER).wait()
         return int(answer[0])
 
 
@@ -301,7 +305,7 @@ class States:
         return np.empty(nbytes, np.uint8)
 
 
-class _Service:
+class Service:
     """A holder's share, and the thread that runs the transactions of other ranks on it."""
 
     def __init__(
@@ -389,18 +393,27 @@ class _Service:
         try:
             idle = time.monotonic()
             while self._requests.alive():
-                if self._serve():
+                if self._serve() or self.attend():
                     idle, self.paused = time.monotonic(), False
                     continue
                 self._sending = [sent for sent in self._sending if not sent[0].done()]
                 if self._stopping.is_set() and not self._sending:
                     return
-                waiting = self._sending or time.monotonic() - idle < LONG
+                waiting = self.busy or self._sending or time.monotonic() - idle < LONG
                 self._requests.pause(SHORT if waiting else _PAUSE if self.paused else LONG)
         except BaseException:
             # The other ranks would wait forever for replies.
             traceback.print_exc()
             self._requests.abort()
+
+    def attend(self) -> bool:
+        """Do what is due besides serving messages; return whether anything was."""
+        return False
+
+    @property
+    def busy(self) -> bool:
+        """Whether messages are on their way."""
+        return False
 
     def _serve(self) -> bool:
         """Serve one message, if there is one."""
@@ -408,7 +421,7 @@ class _Service:
         if arrival is None:
             return False
         try:
-            if arrival.tag == _REQUEST:
+            if arrival.tag == REQUEST:
                 self._answer(arrival.source, arrival.data)
             else:
                 self._serve_payload(arrival.source, (arrival.tag - _PAYLOAD) // 2, arrival.data)
@@ -422,7 +435,7 @@ class _Service:
         Raises:
             ValueError: a worker sends neither with this tag.
         """
-        if tag == _REQUEST:
+        if tag == REQUEST:
             return np.empty(5, np.int64)
         index, reply = divmod(tag - _PAYLOAD, 2)
         if reply or not 0 <= index < self._center.count:
@@ -433,7 +446,7 @@ class _Service:
         if index == self._first:
             self._serve_step(source, payload)
         else:
-            self._send(self.transact(index, payload, source), source, _tag(index) + 1)
+            self._send(self.transact(index, payload, source), source, payload_tag(index) + 1)
 
     def _serve_step(self, source: int, first: np.ndarray) -> None:
         messages = []
@@ -442,11 +455,11 @@ class _Service:
             if index != self._first:
                 payload = empty(self._center.buckets[index])
                 if payload.size:
-                    self._requests.receive(payload, source, _tag(index)).wait()
+                    self._requests.receive(payload, source, payload_tag(index)).wait()
             messages.append(payload)
         for index, part in enumerate(self.step(messages, source)):
             if part.size:
-                self._send(part, source, _tag(index) + 1)
+                self._send(part, source, payload_tag(index) + 1)
 
     def _answer(self, source: int, header: np.ndarray) -> None:
         operation, index = int(header[0]), int(header[1])
@@ -456,39 +469,40 @@ class _Service:
             exchange = Exchange(int(header[3]), period, int(header[2]), presence=presence, rates=rates)
             staleness = self.begin(source, exchange)
             if index == 0:
-                self._send(np.array([staleness], np.int64), source, _ANSWER)
+                self._send(np.array([staleness], np.int64), source, ANSWER)
         elif operation == _READ:
-            self._send(self.read(index), source, _tag(index) + 1)
+            self._send(self.read(index), source, payload_tag(index) + 1)
         elif operation == _STATE:
             state = self._states.pack(self.state())
-            self._send(np.array([state.size]), source, _ANSWER)
+            self._send(np.array([state.size]), source, ANSWER)
             self._send(state, source, _STATE_BYTES)
         elif operation == _WRITE:
             payload = empty(self._center.buckets[index])
-            self._requests.receive(payload, source, _tag(index)).wait()
+            self._requests.receive(payload, source, payload_tag(index)).wait()
             self.write(index, payload)
-            self._send(np.zeros(1, np.int64), source, _ANSWER)
+            self._send(np.zeros(1, np.int64), source, ANSWER)
         elif operation == _PRESENCE:
             weights = np.empty(len(self._names))
-            self._requests.receive(weights, source, _ANSWER).wait()
+            self._requests.receive(weights, source, ANSWER).wait()
             self._presence[source] = _presence_of(weights, self._names)
         elif operation == _TAKE:
             self.take(source)
         elif operation == _RATES:
             of_tensors = np.empty(len(self._center.parts[0].layout.specs), np.float64)
-            self._requests.receive(of_tensors, source, _ANSWER).wait()
+            self._requests.receive(of_tensors, source, ANSWER).wait()
             self._rates[source] = of_tensors.tolist()
         elif operation == _LOAD:
             data = self._states.allocate(index)
             self._requests.receive(data, source, _STATE_BYTES).wait()
             self.load(self._states.unpack(data))
-            self._send(np.zeros(1, np.int64), source, _ANSWER)
+            self._send(np.zeros(1, np.int64), source, ANSWER)
 
     def _send(self, data: np.ndarray, destination: int, tag: int) -> None:
         self._sending.append((self._replies.send(data, destination, tag), data))
 
 
-def _tag(index: int) -> int:
+def payload_tag(index: int) -> int:
+    """Return the tag of the message with a bucket; that of its reply is one more."""
     return _PAYLOAD + 2 * index
 
 

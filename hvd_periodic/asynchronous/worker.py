@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.asynchronous.center_file import CenterFile
 from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors, numbered
+from hvd_periodic.asynchronous.hub import HubTransport
 from hvd_periodic.asynchronous.ledger import Ledger, lack
+from hvd_periodic.asynchronous.rounds import Quorum, Rounds
 from hvd_periodic.asynchronous.service import ServiceTransport
 from hvd_periodic.asynchronous.transport import MemoryTransport, Transport
 from hvd_periodic.centers.base import Placement
@@ -66,7 +68,7 @@ class RemoteCenter(Placement):
 
     def of_vector(self, key: str) -> Placement:
         """Return where another vector of the center lives."""
-        return RemoteCenter(self._worker.communicator, self._root, self._worker, self._part, key)
+        return type(self)(self._worker.communicator, self._root, self._worker, self._part, key)
 
     def bounds(self, bucket: Bucket) -> tuple[int, int]:
         """Return empty bounds: no element is on this side of the transport."""
@@ -79,6 +81,12 @@ class RemoteCenter(Placement):
     def reduce(self, communicator: Communicator, buffer: Any, name: str, op: str) -> Callable[[], Any]:
         """Raise: there are no reductions."""
         raise NotImplementedError("Nothing is reduced in asynchronous exchange")
+
+
+class CenterOfRounds(RemoteCenter):
+    """The center is on the root, which closes rounds; each rank reads it without the others."""
+
+    name = "root"
 
 
 class Worker:
@@ -95,6 +103,7 @@ class Worker:
         sharded: every rank holds one n-th of the center, unless the center is in memory that all ranks share.
         use_locking: whether transactions in shared memory exclude each other.
         center_file: file that holds the center, if there is one.
+        quorum: workers exchange together, in rounds that need so many of them; None: each alone.
 
     Attributes:
         interrupted: an exchange of this worker has begun and not ended; a holder may be waiting for its messages.
@@ -113,7 +122,9 @@ class Worker:
         sharded: bool,
         use_locking: bool,
         center_file: Path | None = None,
+        quorum: Quorum | None = None,
     ) -> None:
+        self._quorum = quorum
         self.membership, self._replica, self._outer = membership, replica, outer
         self._file = None if center_file is None else CenterFile(center_file, membership, parts)
         self._lost: list[int] = []
@@ -124,9 +135,8 @@ class Worker:
         self.on_pull: Callable[[TensorGroup[Any], Bucket, Any, Exchange], None] | None = None
         self._places = numbered(parts, [part.layout for part in parts])
         self._numbers = {(part, key, bucket.index): i for i, (part, key, bucket) in enumerate(self._places)}
-        self.placements = [
-            RemoteCenter(membership.communicator, membership.root, self, part) for part in range(len(parts))
-        ]
+        kind = RemoteCenter if quorum is None else CenterOfRounds
+        self.placements = [kind(membership.communicator, membership.root, self, part) for part in range(len(parts))]
         self._shapes: list[tuple[tuple[int, ...], str]] = []
         if parts[0].optimized:
             self._shapes = outer.shapes(parts[0].layout)
@@ -156,12 +166,14 @@ class Worker:
             ValueError: the center is sharded, so that no file could hold the whole.
         """
         communicator = self.communicator
-        memory = self._in_memory() if _can_share_memory(communicator) else None
+        shares = _can_share_memory(communicator)
+        memory = self._in_memory() if shares and self._quorum is None else None
         self._has_shards = self._sharded and memory is None
-        self._transport = memory or self._by_messages()
+        self._transport = memory or (self._by_messages() if self._quorum is None else self._in_rounds(self._quorum))
         if self.membership.is_root:
-            description = self.transport.description
-            self.membership.log.info("Asynchronous exchange of %d ranks through %s", communicator.size, description)
+            text = "Asynchronous exchange of %d ranks through %s"
+            text = text if self._quorum is None else "Rounds of %d ranks through %s"
+            self.membership.log.info(text, communicator.size, self.transport.description)
         if communicator.processes and communicator.size > 1:
             if not _open_workers:
                 atexit.register(_close_all)
@@ -197,6 +209,16 @@ class Worker:
         workers, leaves = communicator.size, self._replica.leaves
         return ServiceTransport(requests, replies, self._parts, workers, holders, bounds, self._outer, leaves, center)
 
+    def _in_rounds(self, quorum: Quorum) -> Transport:
+        communicator = self.communicator
+        if communicator.processes and communicator.shares_memory():
+            communicator.shared_memory(1)  # From now on, the ranks of one host know which of them are dead.
+        rounds = Rounds(communicator.global_ranks, quorum, lambda: communicator.tracker.timeout)
+        channels = communicator.messages(), communicator.messages()
+        ranks, root = communicator.global_ranks, self.membership.root
+        outer, leaves = self._outer, self._replica.leaves
+        return HubTransport(*channels, self._parts, ranks, root, outer, leaves, rounds, communicator.dead_ranks)
+
     def _center_in_file(self, everywhere: bool) -> np.ndarray | None:
         """Return the memory of a center in a file, on the ranks that hold it; None if there is no file."""
         if self._file is None:
@@ -225,13 +247,16 @@ class Worker:
             for part, bucket in buckets:
                 yield self._replica.to_host(part.payload(bucket, exchange), bucket)
 
+        moved = False
         with self.transaction():
-            for (part, bucket), pulled in zip(buckets, self.transport.exchange(exchange, payloads()), strict=True):
+            # All buckets, or none if nobody had anything to contribute to a round.
+            for (part, bucket), pulled in zip(buckets, self.transport.exchange(exchange, payloads()), strict=False):
+                moved = True
                 center = self._replica.from_host(pulled, bucket)
                 if self.on_pull is not None:
                     self.on_pull(part, bucket, center, exchange)
                 part.pull(bucket, center, exchange)
-            for part in parts:
+            for part in parts if moved else ():
                 part.remember_taken()
         return sum(bucket.nbytes for _, bucket in buckets)
 
@@ -322,7 +347,7 @@ class Worker:
             return
         self.resume_training()
         lacking = {}
-        if each_its_own and parts[0].algorithm.taken_state is not None:
+        if each_its_own and self._hands_out(parts[0].algorithm):
             reasons = (lack(worker, each, known, len(loaded)) for worker, each in enumerate(loaded))
             lacking = {worker: reason for worker, reason in enumerate(reasons) if reason}
         if membership.is_root and state is not None:
@@ -337,10 +362,14 @@ class Worker:
             self.take(parts)
 
     def take(self, parts: Sequence[TensorGroup[Any]]) -> None:
-        """Set the replica to the center, for algorithms for which workers keep what they took."""
+        """Set the replica to the center, if workers keep what they took, or take the center in rounds."""
         for part in parts:
-            if part.algorithm.taken_state is not None:
+            if self._hands_out(part.algorithm):
                 part.take_center(Exchange(self.communicator.size, period=1))
+
+    def _hands_out(self, algorithm: Algorithm) -> bool:
+        """Return whether a worker may take the center instead of what it has, if it lacks the latest pushes."""
+        return algorithm.taken_state is not None or (self._quorum is not None and algorithm.reads_after)
 
     def check(self, state: dict[str, Any]) -> None:
         """Check a state before it is loaded.
@@ -385,7 +414,7 @@ class Worker:
             self.communicator.idle_barrier(self.membership.number)
             self._log_dead_ranks()
             self._final = [self.transport.read(index) for index in range(len(self._places) + 1)]
-            if self._parts[0].algorithm.taken_state is not None:  # All take the center now, see Asynchronous.leave().
+            if self._hands_out(self._parts[0].algorithm):  # All take the center now, see Asynchronous.leave().
                 self.transport.take()
                 self._ledger(self._final[-1]).take(range(self.communicator.size))
             self.communicator.idle_barrier(self.membership.number)

@@ -31,6 +31,9 @@ IN_FLIGHT = 2
 _FETCHED = 2 * IN_FLIGHT
 """Slot of the scratch buffer for a fetched bucket of the center; the slots before it are two per bucket in flight."""
 
+_TAKEN = "taken"
+"""Name of the worker's vector that holds what it last took, if the algorithm itself keeps none."""
+
 _TOTAL = "total"
 """Name of the store from which an outer optimizer takes its gradient."""
 
@@ -94,8 +97,10 @@ class TensorGroup(Generic[V]):
         overlapped: local steps continue while an exchange is in flight, so that its messages need their own memory.
         wire: encoding of the messages.
         bounds: bounds on norms, if there are any.
+        keeps_taken: a worker forms its messages from the center as it last took it, which may be an older one.
 
     Attributes:
+        taken: name of the worker's vector that is set to the replica after every pull; None if there is none.
         center_state: this rank's shard of the center and its vectors, by name.
         worker: the worker's vectors, by name. All vectors are zeros until :meth:`reset`.
         total: this rank's shard of the gradient for an outer optimizer; None without one.
@@ -120,15 +125,17 @@ class TensorGroup(Generic[V]):
         overlapped: bool = False,
         wire: Wire = Plain(),  # noqa: B008
         bounds: NormBounds | None = None,
+        keeps_taken: bool = False,
     ) -> None:
+        self.taken = _TAKEN if keeps_taken else algorithm.taken_state
+        self._keeps_taken = keeps_taken
         self.name, self.values, self.algorithm, self.placement = name, values, algorithm, placement
         self._replica, self._membership, self._outer, self._rates = replica, membership, outer, rates
         self._by_range = ByRange(algorithm, replica, values.layout)
         first = self._read(values.layout.buckets[0], slot=0)
         self.shard, self.center_state = self._new_center(first)
         self.worker: dict[str, Store[V]] = {
-            key: replica.new_store(values.layout, f"{name}.{key}")
-            for key in algorithm.init_worker(replica.space, first)
+            key: replica.new_store(values.layout, f"{name}.{key}") for key in self._initial_worker(first)
         }
         self.error_feedback = ErrorFeedback(
             name, values.layout, placement, replica, algorithm, wire, membership.communicator, overlapped
@@ -162,12 +169,11 @@ class TensorGroup(Generic[V]):
 
     def reset(self) -> None:
         """Set all vectors to their values at the start of training."""
-        space = self._replica.space
         for bucket in self.values.layout.buckets:
             x = self._read(bucket, slot=0)
             for key, vector in self.initial_center(x).items():
                 self.set_shard(key, bucket, vector)
-            self._write(self.worker, bucket, {}, self.algorithm.init_worker(space, x))
+            self._write(self.worker, bucket, {}, self._initial_worker(x))
         self.error_feedback.reset()
 
     def join(self) -> bool:
@@ -211,7 +217,7 @@ class TensorGroup(Generic[V]):
     def start_from(self, bucket: Bucket, center: V) -> None:
         """Set a bucket of the replica to the center, and the worker's vectors to their values at the start."""
         self.values.write(bucket, center)
-        self._write(self.worker, bucket, {}, self.algorithm.init_worker(self._replica.space, center))
+        self._write(self.worker, bucket, {}, self._initial_worker(center))
 
     def set_shard(self, key: str, bucket: Bucket, vector: V) -> None:
         """Set this rank's shard of a bucket of a vector of the center, given the whole bucket."""
@@ -228,6 +234,12 @@ class TensorGroup(Generic[V]):
         """Return the vectors of the center when training starts from a replica."""
         state = self.algorithm.init_center(self._replica.space, x)
         return {"center": state["center"]} if self._outer is not None else state
+
+    def _initial_worker(self, x: V) -> State[V]:
+        """Return the worker's vectors when training starts from a replica."""
+        space = self._replica.space
+        state = self.algorithm.init_worker(space, x)
+        return state | {_TAKEN: space.copy(x)} if self._keeps_taken else state
 
     def published_center(self, bucket: Bucket, exchange: Exchange, center: State[V] | None = None) -> V:
         """Return a whole bucket of the published center; collective, unless the center is everywhere."""
@@ -362,12 +374,13 @@ class TensorGroup(Generic[V]):
         return self.algorithm.message(space, x, copies, center, exchange, out=out)[0]
 
     def payload(self, bucket: Bucket, exchange: Exchange) -> V:
-        """Return the input of an asynchronous transaction: the replica, or the message if it needs no center."""
+        """Return what a worker sends to a center elsewhere: the replica, or the message if it can form that itself."""
         x = self._read(bucket, _slot(bucket))
-        if self.algorithm.reads_before:
+        if self.algorithm.reads_before and not self._keeps_taken:
             return x
         worker, out = self._read_all(self.worker, bucket), self._replica.scratch(bucket, _slot(bucket) + 1)
-        message, changed = self.algorithm.message(self._replica.space, x, worker, x, exchange, out=out)
+        center = worker[_TAKEN] if self._keeps_taken else x
+        message, changed = self.algorithm.message(self._replica.space, x, worker, center, exchange, out=out)
         self._write(self.worker, bucket, worker, changed)
         return message
 
@@ -377,11 +390,11 @@ class TensorGroup(Generic[V]):
             self._pull(self._block(bucket, part), _part(center, bucket, part), exchange)
 
     def remember_taken(self) -> None:
-        """Note what the replica holds after a pull, if the algorithm wants that.
+        """Note what the replica holds after a pull, if later messages need that.
 
         A store may hold back the values of a tensor until its last bucket is written: not before all are.
         """
-        key = self.algorithm.taken_state
+        key = self.taken
         for bucket in self.values.layout.buckets if key is not None else ():
             self.worker[key or ""].write(bucket, self._read(bucket, _slot(bucket)))
 

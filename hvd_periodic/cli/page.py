@@ -194,7 +194,7 @@ _PROPERTIES: dict[str, Callable[[RunSummary], str]] = {
     "Ranks": _ranks_of,
     "Period": _period,
     "Distance closed per exchange": _fact("closes", _percent),
-    "Exchange": lambda summary: "asynchronous" if summary.asynchronous else "synchronous",
+    "Exchange": lambda summary: summary.waits,
     "Overlap": _fact("overlap"),
     "Fragments": _fact("fragments"),
     "Compression": _fact("compression"),

@@ -92,6 +92,14 @@ class RunSummary:
         return bool(self.facts.get("asynchronous"))
 
     @property
+    def waits(self) -> str:
+        """For whom ranks waited at an exchange."""
+        quorum = self.facts.get("quorum")
+        if quorum is not None:
+            return f"with a quorum of {quorum}"
+        return "asynchronous" if self.asynchronous else "synchronous"
+
+    @property
     def begun(self) -> float:
         """Start of the first part, in seconds since 1970."""
         return float(self.training.parts[0].facts["time"])
@@ -240,7 +248,7 @@ def _of_rank(training: Training, rank: int, rounds: Sequence[dict[int, float]]) 
     met = [round_ for round_ in rounds if rank in round_]
     last = [_last(round_) == rank for round_ in met]
     kept = [sum(round_.values()) - len(round_) * round_[rank] for round_ in met if _last(round_) == rank]
-    asynchronous = bool(segments[-1].facts.get("asynchronous"))
+    stale = bool(segments[-1].facts.get("asynchronous") or segments[-1].facts.get("quorum"))
 
     def ended(name: str) -> Any:
         """Return the sum of the totals, which include the last handshake; without a total, of the reports."""
@@ -260,20 +268,22 @@ def _of_rank(training: Training, rank: int, rounds: Sequence[dict[int, float]]) 
         sum(kept) if met else None,
         sum(last) / len(last) if last else None,
         ended("bytes_sent"),
-        sum(report.missed for report in reports) / max(len(reports), 1) if asynchronous else None,
+        sum(report.missed for report in reports) / max(len(reports), 1) if stale else None,
         ended("left_out"),
         ended("skipped_updates"),
     )
 
 
 def _rounds(part: Part) -> Iterator[dict[int, float]]:
-    """Yield the waiting times of the ranks in each exchange that all of several ranks have logged."""
-    by_round: dict[int, dict[int, float]] = {}
+    """Yield the waiting times of the ranks in each exchange that all of several ranks in it have logged."""
+    by_round: dict[tuple[int, int], dict[int, float]] = {}
     for rank, segment in part.segments.items():
         for report in segment.reports:
             if report.waited is not None:
-                by_round.setdefault(report.rounds, {})[rank] = report.waited
-    yield from (waits for waits in by_round.values() if len(waits) == len(part.ranks) > 1)
+                number = report.rounds if report.number is None else report.number
+                size = len(part.ranks) if report.members is None else len(report.members)
+                by_round.setdefault((number, size), {})[rank] = report.waited
+    yield from (waits for (_, size), waits in by_round.items() if len(waits) == size > 1)
 
 
 def _last(waits: dict[int, float]) -> int:

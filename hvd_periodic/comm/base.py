@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
@@ -171,6 +171,9 @@ class Communicator(Collectives):
     def dead_ranks(self) -> list[int]:
         """Return the dead ranks, if the others can detect them and go on."""
         return []
+
+    def give_up(self, ranks: Iterable[int]) -> None:
+        """Wait for some ranks no longer, which count as dead from now on, where dead ranks can be detected."""
 
     def alive(self) -> bool:
         """Return whether ranks can still reach each other."""

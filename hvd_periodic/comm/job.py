@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
@@ -156,6 +156,11 @@ class JobCommunicator(Communicator):
     def dead_ranks(self) -> list[int]:
         """Return the dead ranks, which can only be detected in asynchronous training: with MPI, on one host."""
         return self._peers.dead_ranks() if self._has_peers else []
+
+    def give_up(self, ranks: Iterable[int]) -> None:
+        """Let idle barriers wait for some ranks no longer."""
+        if self._has_peers:
+            self._peers.give_up(ranks)
 
     def alive(self) -> bool:
         """Return whether MPI has not ended, if it is in use: starting it is collective, and this query is not."""

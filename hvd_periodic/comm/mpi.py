@@ -209,6 +209,11 @@ class MPICommunicator(Communicator):
         """Return the dead ranks, if they can be detected."""
         return [] if self._liveness is None else self._liveness.dead_ranks()
 
+    def give_up(self, ranks: Iterable[int]) -> None:
+        """Let idle barriers wait for some ranks no longer, if these are on one host."""
+        if self._liveness is not None:
+            self._liveness.give_up(ranks)
+
     def alive(self) -> bool:
         """Return whether MPI has not ended."""
         from mpi4py import MPI

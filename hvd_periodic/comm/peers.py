@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,11 @@ class Peers:
         """Return the dead ranks."""
         return [] if self._barrier is None else self._barrier.dead_ranks()
 
+    def give_up(self, ranks: Iterable[int]) -> None:
+        """Let idle barriers wait for some ranks no longer."""
+        if self._barrier is not None:
+            self._barrier.give_up(ranks)
+
     def alive(self) -> bool:
         """Return True: nothing ends the connections while this process lives."""
         return True
@@ -99,14 +104,19 @@ class SocketBarrier:
         self._entered = 0
         self._ids: dict[int, dict[int, int]] = {rank: {} for rank in self._others}
         self._left: set[int] = set()
+        self._given_up: set[int] = set()
 
     def leave(self) -> None:
         """Mark the end of this rank's process as regular."""
         self._tell(_LEAVE, 0)
 
     def dead_ranks(self) -> list[int]:
-        """Return the ranks whose connections have ended without :meth:`leave`."""
+        """Return the ranks whose connections have ended without :meth:`leave`, and those that were given up."""
         return [rank for rank in self._receive() if rank not in self._left]
+
+    def give_up(self, ranks: Iterable[int]) -> None:
+        """Wait for some ranks no longer, whether or not they live."""
+        self._given_up |= set(ranks)
 
     def begin(self, barrier_id: int) -> Callable[[], int | None]:
         """Enter the next barrier of all live ranks; as :meth:`Communicator.begin_idle_barrier`."""
@@ -128,8 +138,8 @@ class SocketBarrier:
             self._messages.send(np.array([self._entered, barrier_id]), rank, tag)
 
     def _receive(self) -> list[int]:
-        """Take what others have told; return the ranks whose connections had ended before that."""
-        lost = self._messages.lost
+        """Take what others have told; return the ranks that are lost or were given up before that."""
+        lost = sorted({*self._messages.lost, *self._given_up})
         while (arrival := self._messages.next(_memory)) is not None:
             if arrival.tag == _LEAVE:
                 self._left.add(arrival.source)

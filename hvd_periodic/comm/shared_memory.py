@@ -7,7 +7,7 @@ import mmap
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -180,6 +180,7 @@ class LivenessBarrier:
         self._memory, self._rank, self._size = memory, rank, size
         self._words = memory.buffer.view(np.int64).reshape(size, 3)
         self._entered = 0
+        self._given_up: set[int] = set()
         memory.hold_liveness_lock(rank)
 
     @staticmethod
@@ -192,9 +193,17 @@ class LivenessBarrier:
         self._words[self._rank, 2] = 1
 
     def dead_ranks(self) -> list[int]:
-        """Return the ranks whose processes have ended without :meth:`leave`."""
+        """Return the ranks whose processes have ended without :meth:`leave`, and those that were given up."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        return [rank for rank in others if not self._memory.is_alive(rank) and not self._words[rank, 2]]
+        return [rank for rank in others if not self._is_there(rank) and not self._words[rank, 2]]
+
+    def give_up(self, ranks: Iterable[int]) -> None:
+        """Wait for some ranks no longer, whether or not they live."""
+        self._given_up |= set(ranks)
+
+    def _is_there(self, rank: int) -> bool:
+        """Return whether a rank lives and has not been given up."""
+        return rank not in self._given_up and self._memory.is_alive(rank)
 
     def begin(self, barrier_id: int) -> Callable[[], int | None]:
         """Enter the next barrier of all live ranks; as :meth:`Communicator.begin_idle_barrier`."""
@@ -208,7 +217,7 @@ class LivenessBarrier:
                 word = int(self._words[rank, slot])
                 if word >> _ID_BITS == entered:
                     ids.append(word & (1 << _ID_BITS) - 1)
-                elif self._memory.is_alive(rank):
+                elif self._is_there(rank):
                     return None
             return common_barrier(ids)
 

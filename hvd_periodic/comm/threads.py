@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import numpy as np
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.transports import LocalMemory, SharedMemory
+from hvd_periodic.comm.transports import SHORT, Arrival, LocalMemory, Messages, Request, SharedMemory
 from hvd_periodic.vectors.layout import chunk
 
 T = TypeVar("T")
@@ -77,6 +78,11 @@ class ThreadCommunicator(Communicator):
         memory: SharedMemory = self._group.exchange(self.rank, ("memory",), made)[0]
         return memory
 
+    def messages(self) -> Messages:
+        """Return messages through memory of this process."""
+        own = _Mailbox()
+        return _ThreadMessages(self.rank, self._group.exchange(self.rank, ("messages",), own), self._group)
+
     def _reduced(self, buffer: Any, name: str, op: str) -> Any:
         values = self._group.exchange(self.rank, (name, op), np.asarray(buffer).copy())
         total = values[0].copy()
@@ -97,14 +103,137 @@ class _ThreadMemory(LocalMemory):
         return self._lock
 
 
+class _ThreadRequest:
+    """A message between two threads.
+
+    Attributes:
+        source: the rank that sends it.
+        tag: its tag.
+        out: memory for it.
+        complete: it has been sent or received.
+    """
+
+    def __init__(self, group: _Group, source: int, tag: int, out: np.ndarray) -> None:
+        self._group, self.source, self.tag, self.out, self.complete = group, source, tag, out, False
+
+    def fill(self, data: np.ndarray) -> None:
+        """Receive the message."""
+        _bytes_of(self.out)[:] = data
+        self.complete = True
+
+    def done(self) -> bool:
+        """Return whether it has been sent or received."""
+        return self.complete
+
+    def wait(self) -> None:
+        """Wait for the message.
+
+        Raises:
+            BrokenBarrierError: a thread has failed.
+        """
+        while not self.complete:
+            if not self._group.alive:
+                raise threading.BrokenBarrierError
+            time.sleep(SHORT)
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+class _Mailbox:
+    """The messages to one rank: those that it has asked for, and those that have arrived before that."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.expected: list[_ThreadRequest] = []
+        self.arrived: list[tuple[int, int, np.ndarray]] = []
+
+
+class _ThreadMessages(Messages):
+    """Messages between threads, in memory: whatever is sent has arrived.
+
+    Args:
+        rank: this rank.
+        mailboxes: those of all ranks.
+        group: the threads.
+    """
+
+    def __init__(self, rank: int, mailboxes: Sequence[_Mailbox], group: _Group) -> None:
+        self.rank, self._mailboxes, self._group = rank, mailboxes, group
+
+    def send(self, data: np.ndarray, rank: int, tag: int) -> Request:
+        """Copy the data to a rank; the request is complete at once."""
+        copied, box = _bytes_of(np.ascontiguousarray(data)).copy(), self._mailboxes[rank]
+        with box.lock:
+            asked = next((each for each in box.expected if (each.source, each.tag) == (self.rank, tag)), None)
+            if asked is None:
+                box.arrived.append((self.rank, tag, copied))
+            else:
+                box.expected.remove(asked)
+                asked.fill(copied)
+        request = _ThreadRequest(self._group, self.rank, tag, data)
+        request.complete = True
+        return request
+
+    def receive(self, out: np.ndarray, rank: int, tag: int) -> Request:
+        """Take a message that has arrived, or ask for it."""
+        request, box = _ThreadRequest(self._group, rank, tag, out), self._mailboxes[self.rank]
+        with box.lock:
+            found = next((each for each in box.arrived if each[:2] == (rank, tag)), None)
+            if found is None:
+                box.expected.append(request)
+            else:
+                box.arrived = [each for each in box.arrived if each is not found]
+                request.fill(found[2])
+        return request
+
+    def next(self, allocate: Callable[[int], np.ndarray]) -> Arrival | None:
+        """Return the next message that nobody has asked for, or None."""
+        box = self._mailboxes[self.rank]
+        with box.lock:
+            if not box.arrived:
+                return None
+            source, tag, data = box.arrived.pop(0)
+        out = allocate(tag)
+        _bytes_of(out)[:] = data
+        return Arrival(source, tag, out)
+
+    def pause(self, seconds: float) -> None:
+        """Sleep."""
+        time.sleep(seconds)
+
+    def alive(self) -> bool:
+        """Return whether all threads run."""
+        return self._group.alive
+
+    def abort(self) -> None:
+        """End the collectives of all threads with an error."""
+        self._group.barrier.abort()
+
+    def close(self) -> None:
+        """Do nothing: the memory is freed with the last reference."""
+
+
 class _Group:
-    """The barrier at which ``size`` threads exchange values."""
+    """The barrier at which ``size`` threads exchange values.
+
+    Attributes:
+        over: all threads have ended.
+    """
+
+    over = False
 
     def __init__(self, size: int, timeout_seconds: float) -> None:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=timeout_seconds)
         self._calls: list[Any] = [None] * size
         self._values: list[Any] = [None] * size
+
+    @property
+    def alive(self) -> bool:
+        """Whether all threads run, and none has failed."""
+        return not (self.over or self.barrier.broken)
 
     def exchange(self, rank: int, call: tuple[object, ...], value: Any) -> list[Any]:
         """Return the values that all ranks passed to the same call."""
@@ -153,6 +282,7 @@ def run(size: int, function: Callable[[ThreadCommunicator], T], timeout_seconds:
         thread.start()
     for thread in threads:
         thread.join()
+    group.over = True
     if errors or broken:
         raise (errors + broken)[0]
     return results

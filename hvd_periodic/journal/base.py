@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -70,7 +70,8 @@ class Report:
         step_seconds: seconds per local step since the previous exchange; None if unknown.
         loss: mean of the losses reported on this rank; None if none was reported.
         learning_rate: learning rate of the local optimizer; None if unknown.
-        missed: in asynchronous training, pushes of other ranks since the previous exchange.
+        missed: in asynchronous training, pushes of other ranks since the previous exchange; with a quorum, rounds
+            without this rank since then.
         left_out: this rank was excluded because its replica was not finite.
         came: when this rank was ready for the handshake, in seconds since 1970; from then on it waited. If ranks do not
             wait, when the exchange began.
@@ -79,6 +80,8 @@ class Report:
         message_norm: norm of what this rank contributed, before ``max_message_norm`` cut it; None without that option.
         mean_norm: norm of the mean by which the center stepped, before ``max_mean_norm`` cut it; with ``overlap`` that
             of the exchange that has arrived since the previous one; None without that option.
+        number: with a quorum, the number of the round among those of all ranks, from 1.
+        members: with a quorum, the global ranks that were in the round.
     """
 
     time: float
@@ -98,6 +101,8 @@ class Report:
     skipped_updates: int = 0
     message_norm: float | None = None
     mean_norm: float | None = None
+    number: int | None = None
+    members: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -223,6 +228,8 @@ class Journal:
         learning_rate: float | None = None,
         distance: float | None = None,
         norms: Mapping[str, float] = MappingProxyType({}),
+        number: int | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
         """Report an exchange that has led to these counters, unless nothing was exchanged.
 
@@ -237,6 +244,8 @@ class Journal:
             learning_rate: likewise.
             distance: likewise.
             norms: ``message_norm`` and ``mean_norm``, likewise.
+            number: likewise.
+            members: likewise.
         """
         if waited is not None:
             self._waited = (self._waited or 0.0) + waited
@@ -261,6 +270,8 @@ class Journal:
             came,
             distance,
             count.skipped_updates - before.skipped_updates,
+            number=number,
+            members=members,
             **norms,
         )
         self._notify(lambda listener: listener.exchanged(report))

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvd_periodic.journal.base import Facts, Listener, Report, Total
 from hvd_periodic.logs import Log, log_of, logger
+from hvd_periodic.ranks import named
 
 ENOUGH = 0.95
 """Fraction of its distance to the replicas after which a center counts as close to them."""
@@ -40,7 +41,10 @@ class LogListener(Listener):
         waited = "" if report.waited is None else f" ({seconds_of(report.waited)} waiting)"
         more = "" if report.step_seconds is None else f", {seconds_of(report.step_seconds)} per step"
         more += "" if report.loss is None else f", loss {report.loss:.6g}"
-        more += f", {report.missed} pushes of others since the last" if report.missed else ""
+        if report.members is not None:
+            more += f", round {report.number} of {named(report.members)}"
+        elif report.missed:
+            more += f", {report.missed} pushes of others since the last"
         self._log.debug(
             "Exchange %d at step %d: %s%s, %s%s",
             report.rounds,

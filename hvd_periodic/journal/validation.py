@@ -98,7 +98,7 @@ def _scalar(value: Any) -> Any:
     raise ValueError("neither a number nor a string")
 
 
-_COUNTS = ("version", "optimizer", "period", "step", "elements", "tensors", "bytes", "fragments")
+_COUNTS = ("version", "optimizer", "period", "step", "elements", "tensors", "bytes", "fragments", "quorum")
 _TEXTS = (
     "event",
     "name",
@@ -124,7 +124,7 @@ _FACTS: dict[str, Check] = {
 """Checks of the facts of a beginning; its other facts are plain."""
 
 _ANY_NUMBER = ("loss", "learning_rate", "distance", "closed", "message_norm", "mean_norm")
-_KINDS: dict[str, Check] = {"int": count, "bool": flag, "float": seconds}
+_KINDS: dict[str, Check] = {"int": count, "bool": flag, "float": seconds, "Sequence[int]": ranks}
 _FIELDS: dict[type[Report] | type[Total], dict[str, tuple[Check, Any]]] = {
     kind: {
         each.name: (

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import numpy as np
+
 from hvd_periodic.algorithms.base import Algorithm, Exchange
-from hvd_periodic.arguments import require_real
+from hvd_periodic.arguments import require_int, require_real
+from hvd_periodic.asynchronous.rounds import Quorum
 from hvd_periodic.centers.norm_bounds import NormBounds
+from hvd_periodic.comm.base import Communicator
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.handshake import Weight
+from hvd_periodic.vectors.space import ArraySpace
 
 
 def check_weight(weight: Weight, algorithm: Algorithm, replica: Replica[Any], fragments: int) -> None:
@@ -42,26 +48,87 @@ def check_outer(given: bool, algorithm: Algorithm, variant: Algorithm) -> None:
         )
 
 
-def as_staleness_power(power: float, algorithm: Algorithm, asynchronous: bool) -> float:
-    """Return the power of the discount of stale pushes, validated.
+def as_staleness_power(power: float, algorithm: Algorithm, asynchronous: bool, quorum: bool) -> float:
+    """Return the power of the discount of what is stale, validated.
 
     Raises:
         TypeError: not a number.
-        ValueError: negative or not finite; or exchange is synchronous; or workers do not push displacements from what
-            they took.
+        ValueError: negative or not finite; or all ranks take part in every exchange; or workers do not push
+            displacements from what they took, or no mean is taken of them.
     """
     power = require_real(power, "`staleness_power`", positive=False)
-    if power and not asynchronous:
+    if power and not (asynchronous or quorum):
         raise ValueError(
-            "`staleness_power` is for asynchronous exchange, in which pushes may be stale. Received: "
-            f"staleness_power={power!r}"
+            "`staleness_power` is for asynchronous exchange and for rounds with a quorum, in which a displacement may "
+            f"be stale. Received: staleness_power={power!r}"
         )
-    if power and algorithm.taken_state is None:
+    if power and quorum and not algorithm.takes_mean:
+        raise ValueError(
+            "`staleness_power` is for algorithms that take the mean over ranks: averaging, DiLoCo, SlowMo, BMUF, and "
+            f"AGN with op='average'. Received: {algorithm!r}"
+        )
+    if power and asynchronous and algorithm.taken_state is None:
         raise ValueError(
             "`staleness_power` is for averaging, DiLoCo, SlowMo and BMUF, whose workers push what they have moved "
             f"since they took the center. Received: {algorithm!r}"
         )
     return power
+
+
+def as_quorum(
+    quorum: int | None, grace_seconds: float | None, algorithm: Algorithm, communicator: Communicator, outer: bool
+) -> Quorum | None:
+    """Return how many ranks a round waits for, validated; None if it waits for all of them.
+
+    Refused are quorums with which training may diverge: for equal workers whose period takes them all the way to their
+    minima, any majority is stable in a mean, and less than half of them is not.
+
+    Args:
+        quorum: the number of ranks, if one was given.
+        grace_seconds: seconds that a round stays open after they have come, if given.
+        algorithm: the algorithm.
+        communicator: the ranks.
+        outer: whether an optimizer of the framework moves the center.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: out of range; not stable; or not possible among these ranks.
+    """
+    if quorum is None:
+        if grace_seconds is not None:
+            raise ValueError(
+                "`grace_seconds` is for rounds that do not wait for all ranks: pass `quorum`, or leave it out. "
+                f"Received: grace_seconds={grace_seconds!r}"
+            )
+        return None
+    size = communicator.size
+    if require_int(quorum, "`quorum`", minimum=1) > size:
+        raise ValueError(f"`quorum` must be at most the number of ranks, n={size}. Received: quorum={quorum!r}")
+    grace = None if grace_seconds is None else require_real(grace_seconds, "`grace_seconds`", positive=False)
+    if communicator.elastic or communicator.handshake_group is not communicator:
+        refuse_quorum(quorum, "under elastic Horovod" if communicator.elastic else "for groups in lockstep")
+    if algorithm.takes_mean:
+        momentum = outer or len(algorithm.init_center(ArraySpace(), np.zeros(1))) > 1
+        if 2 * quorum < size or (momentum and 2 * quorum == size):
+            least = "more than half" if momentum else "at least half"
+            raise ValueError(
+                f"`quorum` must be {least} of the ranks where the center moves by a mean"
+                f"{' with momentum' if momentum else ''}, otherwise training may diverge: use asynchronous=True. "
+                f"Received: quorum={quorum!r} of n={size} ranks"
+            )
+        if 3 * quorum < 2 * size:
+            warnings.warn(
+                f"`quorum={quorum!r}` is less than two thirds of n={size} ranks: where the center moves by a mean, it "
+                "may oscillate, and diverge with momentum. Raise it, or use asynchronous=True",
+                stacklevel=1,  # Python shows a text from one line once.
+            )
+    return None if quorum == size else Quorum(quorum, grace)
+
+
+def refuse_quorum(quorum: int | None, where: str) -> None:
+    """Raise a ValueError for a quorum, if one is given, in a place that has none."""
+    if quorum is not None:
+        raise ValueError(f"`quorum` is not available {where}. Received: quorum={quorum!r}")
 
 
 def check_bounds(bounds: NormBounds | None, algorithm: Algorithm, replica: Replica[Any], size: int) -> None:

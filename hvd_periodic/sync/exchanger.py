@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.arguments import described
+from hvd_periodic.asynchronous.rounds import Quorum
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.norm_bounds import NormBounds
@@ -57,7 +58,8 @@ class ExchangeContext(Generic[V]):
         differences: compares the weights that no exchange touches.
         bounds: bounds on norms; None if there are none.
         center_file: file that holds an asynchronous center; None: no file.
-        staleness_power: power p of the discount of stale pushes, in asynchronous exchange.
+        staleness_power: power p of the discount of what is stale.
+        quorum: how many ranks a round waits for; None: for all.
         journal: records exchanges.
     """
 
@@ -78,6 +80,7 @@ class ExchangeContext(Generic[V]):
     bounds: NormBounds | None
     center_file: Path | None
     staleness_power: float
+    quorum: Quorum | None
     journal: Journal
 
 
@@ -332,6 +335,7 @@ def facts_of(exchanger: Exchanger[Any], policy: LocalState) -> dict[str, object]
         "schedule": described(schedule),
         "first exchanges": forecast(schedule, 8),
         "root rank": context.membership.root,
+        "quorum and grace_seconds": context.quorum,
         "place of the center": exchanger.placement.name,
         **exchanger.facts(),
         "center optimizer": exchanged.center_optimizer.name,

@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -142,6 +142,7 @@ class Handshake:
         background_save: the last background save of these ranks, complete or not; None if there was none.
         fatal_error: why this rank can never exchange again; None while it can.
         ready_at: time of the last handshake, when this rank was ready for it, in seconds since 1970.
+        apart: a context in which nobody else waits for this rank elsewhere.
         wait_seconds: duration of the last handshake in seconds: waiting for all ranks and gathering their records.
     """
 
@@ -163,6 +164,7 @@ class Handshake:
         self.everyone_trains = True
         self.background_save: Saving | None = None
         self.ready_at = self.wait_seconds = 0.0
+        self.apart: Callable[[], AbstractContextManager[object]] = nullcontext
         self._warned = False
 
     def meet(self, purpose: Purpose) -> list[Record]:
@@ -191,10 +193,11 @@ class Handshake:
         except Exception as error:
             problem = f"The schedule failed: {type(error).__name__}: {error}"
         failure = None if problem is None else RuntimeError(problem)
-        record, communicator = self._record(own, purpose, predicted, problem), self._membership.communicator
+        record, communicator = self.record(own, purpose, predicted, problem), self._membership.communicator
         communicator.tracker.follow_steps(self._membership.number, self._progress)
         self.ready_at, came = time.time(), time.perf_counter()
-        met = communicator.handshake(record, failure, piggyback)
+        with self.apart():
+            met = communicator.handshake(record, failure, piggyback)
         self.wait_seconds = time.perf_counter() - came
         save = self.background_save
         # With several levels, a handshake does not include all ranks, whom it takes to complete a save.
@@ -232,9 +235,12 @@ class Handshake:
         steps, communicator = self._progress.local_steps, self._membership.communicator
         record = Record(purpose, self._membership.number, problem=int(problem is not None), local_steps=steps)
         communicator.tracker.follow_steps(self._membership.number, self._progress)
-        communicator.handshake(record, None if problem is None else RuntimeError(problem))
+        with self.apart():
+            communicator.handshake(record, None if problem is None else RuntimeError(problem))
 
-    def _record(self, own: LocalStatus, purpose: Purpose, predicted: int | None, problem: str | None) -> Record:
+    def record(
+        self, own: LocalStatus, purpose: Purpose, predicted: int | None = None, problem: str | None = None
+    ) -> Record:
         """Return the record that this rank sends before any data travels."""
         settings = self._hyperparameters.settings()
         rates = {key: value for key, value in settings.items() if key.startswith(("lr ", "learning_rate "))}

@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,9 @@ def _facts(exchanger: Exchanger[Any], counters: Counters) -> Facts:
         "closes": exchanged.algorithm.contraction(Exchange(communicator.size, period))
         if exchanger.steps_agree
         else None,
-        "asynchronous": not exchanger.steps_agree,
+        "asynchronous": not exchanger.steps_agree and context.quorum is None,
+        "quorum": None if context.quorum is None else context.quorum.size,
+        "grace_seconds": None if context.quorum is None else context.quorum.grace,
         "center": exchanger.placement.name,
         "transport": transport,
         "elements": sum(spec.size for spec in layout.specs),
@@ -101,6 +104,8 @@ def report_exchange(
     came: float,
     waited: float | None,
     completes: bool = True,
+    number: int | None = None,
+    members: Sequence[int] | None = None,
 ) -> None:
     """Report a completed exchange, which the counters include.
 
@@ -110,6 +115,8 @@ def report_exchange(
         came: time at which this rank was ready for it, in seconds since 1970.
         waited: duration of the handshake in seconds; None in asynchronous exchange.
         completes: whether it ends a period, in which every fragment is exchanged once.
+        number: number of the round, with a quorum.
+        members: global ranks that were in it.
     """
     context, closes, limiter = exchanger.context, None, exchanger.tensor_groups.parameters.limiter
     norms = {} if limiter is None else limiter.reported()
@@ -120,4 +127,4 @@ def report_exchange(
         closes = context.exchanged.algorithm.contraction(Exchange(size, own.clock.period)) if completes else 0.0
         closes = 1.0 if context.warmup.active else closes
     known = own.step_seconds, own.notes.loss, own.learning_rate, own.distance
-    context.journal.exchanged(context.progress.counters, came, waited, closes, *known, norms)
+    context.journal.exchanged(context.progress.counters, came, waited, closes, *known, norms, number, members)

@@ -31,6 +31,7 @@ from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.center_reader import CenterReader
 from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.combinations import (
+    as_quorum,
     as_staleness_power,
     check_bounds,
     check_outer,
@@ -47,6 +48,7 @@ from hvd_periodic.sync.optimizer_state import OptimizerState, state_exchange
 from hvd_periodic.sync.overlapped import Overlapped, as_overlap
 from hvd_periodic.sync.planner import Planner
 from hvd_periodic.sync.progress import ProgressTracker
+from hvd_periodic.sync.quorum import WithQuorum
 from hvd_periodic.sync.reporting import new_journal
 from hvd_periodic.sync.startup import CallPoint, Startup, warn_of_former
 from hvd_periodic.sync.synchronous import Synchronous
@@ -65,11 +67,15 @@ _AVERAGED_UNTIL_NOW = (
 
 
 class Exchangers(NamedTuple):
-    """Strategies of exchange: ranks wait for each other, or do not, or exchanges are in flight during local steps."""
+    """Strategies of exchange: ranks wait for each other, or do not, or exchanges are in flight during local steps.
+
+    With a quorum, ranks wait for some of the others, if the front end has a strategy for it.
+    """
 
     synchronous: type[Exchanger[Any]] = Synchronous
     asynchronous: type[Exchanger[Any]] = Asynchronous
     overlapped: type[Exchanger[Any]] = Overlapped
+    quorum: type[Exchanger[Any]] | None = WithQuorum
 
 
 class ReplicaSynchronizer(Generic[V]):
@@ -111,7 +117,9 @@ class ReplicaSynchronizer(Generic[V]):
         max_mean_norm: largest norm of the mean by which the center steps; None: no bound.
         timeout_seconds: seconds for which a rank waits for the others in one call; None: no limit.
         center_file: file that holds an asynchronous center and outlives the job.
-        staleness_power: power of the discount of stale pushes, in asynchronous exchange.
+        staleness_power: power of the discount of stale pushes, in asynchronous exchange, and of members of a round.
+        quorum: number of ranks that a round waits for; None: all.
+        grace_seconds: seconds that a round stays open after these have come; None: a tenth of the time they took.
         run_log: folder of the run log; None: the folder that the environment names, if any; False: no log.
         journal: notifies listeners of exchanges. Default: a new journal.
 
@@ -169,6 +177,8 @@ class ReplicaSynchronizer(Generic[V]):
         timeout_seconds: float | None = None,
         center_file: PathLike | None = None,
         staleness_power: float = 0.0,
+        quorum: int | None = None,
+        grace_seconds: float | None = None,
         run_log: PathLike | bool | None = None,
         journal: Journal | None = None,
     ) -> None:
@@ -185,8 +195,24 @@ class ReplicaSynchronizer(Generic[V]):
             _refuse(weight is not None, "weight", weight, "no mean is taken")
             _refuse(max_message_norm is not None, "max_message_norm", max_message_norm, "no bounds are kept")
             _refuse(max_mean_norm is not None, "max_mean_norm", max_mean_norm, "no mean is taken")
+        if quorum is not None:
+            self._refuse_with_quorum(
+                quorum,
+                asynchronous=(asynchronous, bool(asynchronous)),
+                overlap=(overlap, overlaps),
+                compression=(compression, wire.lossy),
+                fragments=(fragments, fragments > 1),
+                audit_every=(audit_every, audit_every > 0),
+                center=(center, center == "sharded"),
+                nonfinite=(nonfinite, nonfinite == SKIP),
+                max_message_norm=(max_message_norm, max_message_norm is not None),
+                max_mean_norm=(max_mean_norm, max_mean_norm is not None),
+                parameters=("rows" if replica.tables else "present", bool(replica.tables or replica.present)),
+            )
+        needed = as_quorum(quorum, grace_seconds, algorithm, communicator, outer is not None)
         exchanger = self.exchangers.asynchronous if asynchronous else self.exchangers.synchronous
         exchanger = self.exchangers.overlapped if overlaps else exchanger
+        exchanger = exchanger if needed is None else self.exchangers.quorum or exchanger
         if replica.tables:
             replica.parameters.layout = layout_by_rows(replica, algorithm)
         whole_tensors = outer is not None and not self.cuts_tensors
@@ -197,7 +223,7 @@ class ReplicaSynchronizer(Generic[V]):
         self.replica = replica
         variant = exchanger.suited(algorithm, communicator.size)
         check_outer(outer is not None, algorithm, variant)
-        power = as_staleness_power(staleness_power, variant, bool(asynchronous))
+        power = as_staleness_power(staleness_power, variant, bool(asynchronous), quorum is not None)
         self.exchanged = ExchangeSpec(replica, variant, outer, rates)
         exchanger.check(schedule, self.policy)
         self.algorithm = self.exchanged.algorithm
@@ -236,6 +262,7 @@ class ReplicaSynchronizer(Generic[V]):
             bounds=bounds,
             center_file=_as_center_file(center_file, bool(asynchronous)),
             staleness_power=power,
+            quorum=needed,
             journal=self.journal,
         )
         self.exchanger = exchanger(context, placement_of(center), use_locking)
@@ -246,6 +273,17 @@ class ReplicaSynchronizer(Generic[V]):
         self.handshake.checks += [replica.changes, self.gradients.assigned.name_parameters]
         if self.progress.is_new:
             self.exchanger.tensor_groups.reset()
+
+    def _refuse_with_quorum(self, quorum: int, **options: tuple[object, bool]) -> None:
+        """Raise a ValueError for options, each with its value and whether it was asked for, that a quorum excludes."""
+        if self.exchangers.quorum is None:
+            raise ValueError(f"`quorum` is for PyTorch and numpy. Received: quorum={quorum!r}")
+        for option, (received, given) in options.items():
+            if given:
+                raise ValueError(
+                    f"`{option}` is not available with `quorum`, where ranks may be missing in a round. Received: "
+                    f"{option}={received!r}, quorum={quorum!r}"
+                )
 
     def construct(self, replica: Replica[V], **arguments: Any) -> None:
         """Construct this object again, for another replica; without communication."""

@@ -86,7 +86,7 @@ class Synchronous(Exchanger[V]):
             "compression": described(context.wire),
             "fragments": len(context.fragments),
             "nonfinite": context.nonfinite,
-            "weight": _in_words(context.handshake.weight),
+            "weight": weight_in_words(context.handshake.weight),
             "audit_every": context.audit_every,
             "max_message_norm": context.bounds and context.bounds.message,
             "max_mean_norm": context.bounds and context.bounds.mean,
@@ -307,6 +307,6 @@ class Synchronous(Exchanger[V]):
                 group.set_shard(key, bucket, takeover.send(held.read(bucket, out=replica.scratch(bucket, 0))))
 
 
-def _in_words(weight: Weight) -> str:
+def weight_in_words(weight: Weight) -> str:
     """Return what ranks have to agree on about their weights."""
     return str(weight.given) if weight.by_work else "not given" if weight.given is None else "given"

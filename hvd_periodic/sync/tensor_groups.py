@@ -233,11 +233,13 @@ class ExchangeSpec(Generic[V]):
         overlapped: bool = False,
         wire: Wire = Plain(),  # noqa: B008
         bounds: NormBounds | None = None,
+        keeps_taken: bool = False,
     ) -> list[TensorGroup[V]]:
         """Return the groups with their centers, each with its placement.
 
         The first group, the parameters, has the outer optimizer, the wire and the bounds on norms, and its exchanges
-        may overlap with local steps. Statistics are not encoded, and their exchanges do not overlap.
+        may overlap with local steps; its workers may keep what they took. Statistics are not encoded, and their
+        exchanges do not overlap.
         """
         rates = self.rates if self.algorithm.uses_learning_rate else None
         parameters, *statistics = zip(tensors, placements, strict=True)
@@ -252,6 +254,7 @@ class ExchangeSpec(Generic[V]):
                 overlapped,
                 wire,
                 bounds,
+                keeps_taken,
             ),
             *(TensorGroup(*kind, self.replica, placement, membership) for kind, placement in statistics),
         ]

@@ -24,6 +24,7 @@ from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.schedules import Schedule, Seconds, as_schedule
 from hvd_periodic.sync.adoption import Successor
+from hvd_periodic.sync.combinations import refuse_quorum
 from hvd_periodic.sync.finite import SKIP
 from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
@@ -133,6 +134,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             communicator.check_devices({tensor.device.type for tensor in replica.tensors})
             bounded = options["max_message_norm"] is not None or options["max_mean_norm"] is not None
             _check_replica(replica, communicator, planned, asynchronous, options["nonfinite"], self.averaging, bounded)
+            inside = None if optimizer is None else vars(optimizer).get("synchronizer")
+            _refuse_quorum(options["quorum"], replica, self.averaging, isinstance(inside, Synchronizer))
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             require_possible(communicator, options["center"], options["nonfinite"], asynchronous, options["overlap"])
             moving = made.outer_optimizer(optimizer, outer_optimizer)
@@ -371,6 +374,21 @@ def _check_replica(
             f"The parameters are sharded (DTensors, such as {next(iter(replica.sharded))!r}), so that all ranks must "
             f"exchange at the same steps and in the same way. This rules out {asked[0]}"
         )
+
+
+def _refuse_quorum(
+    quorum: int | None, replica: TorchReplica, averaging: JobCommunicator | None, has_levels: bool
+) -> None:
+    """Refuse a quorum where ranks do more together than exchange."""
+    refused = {
+        "for parameters that are sharded by fully_shard()": bool(replica.sharded),
+        "where gradients are averaged": averaging is not None,
+        "for several levels of optimizers": has_levels,
+        "with `center_device`: the center is in host memory": replica.center_device is not None,
+    }
+    for where, here in refused.items():
+        if here:
+            refuse_quorum(quorum, where)
 
 
 def _check_levels(inner: Any, overlap: int | str) -> None:

@@ -331,6 +331,6 @@ def test_no_option_is_forgotten() -> None:
     optimizer = made(None, started(), "average")  # type: ignore[arg-type]
     of_replica, refused = (
         {"replica", "outer", "rates", "local_optimizer"},
-        {"asynchronous", "use_locking", "center_file", "staleness_power"},
+        {"asynchronous", "use_locking", "center_file", "staleness_power", "quorum", "grace_seconds"},
     )
     assert optimizer.synchronizer.arguments().keys() | of_replica | refused | {"journal"} == options

@@ -27,6 +27,8 @@ SHARED += [
     "timeout_seconds",
     "center_file",
     "staleness_power",
+    "quorum",
+    "grace_seconds",
     "run_log",
     "parameters",
     "root_rank",
@@ -46,6 +48,8 @@ DEFAULTS = {
     "timeout_seconds": None,
     "center_file": None,
     "staleness_power": 0.0,
+    "quorum": None,
+    "grace_seconds": None,
     "run_log": None,
 }
 OWN = {

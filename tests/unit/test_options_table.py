@@ -54,6 +54,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "`center_device`": {"center_device": "cpu"},
     "`center_file`": {"center_file": "center.safetensors"},
     "`staleness_power`": {"staleness_power": 0.5, "algorithm": DiLoCo()},
+    "`quorum`": {"quorum": 1},
+    "`grace_seconds`": {"grace_seconds": 1.0, "quorum": 1},
     "`overlap`": {"overlap": 1},
     "`compression`": {"compression": Compression.int8},
     "`fragments`": {"fragments": 2},

@@ -1,0 +1,423 @@
+"""The transport of rounds: workers send what they have to the root, which closes rounds and answers those in them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+
+from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors, empty
+from hvd_periodic.asynchronous.rounds import Rounds
+from hvd_periodic.asynchronous.service import ANSWER, Service, ServiceTransport, States, payload_tag
+from hvd_periodic.checkpoints.tree import Leaves
+from hvd_periodic.comm.handshake import Purpose, Record, integers, unpack_records
+from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, Request
+from hvd_periodic.logs import logger
+from hvd_periodic.outer.framework import OuterOptimizer
+
+_COME, _FAIL, _APART, _BACK = range(16, 20)
+"""Requests besides those of a service: a worker comes with what it has; it cannot go on; it is in another call, or
+back. What it has to say and its payloads follow the first at once, without an answer in between."""
+
+_NOTHING, _MOVED, _FAILED = range(3)
+"""What has become of a round: nothing moved, as nobody had anything to contribute; the center moved; or it did not
+close."""
+
+_LOOK = 0.1
+"""Seconds between two looks for ranks that have died."""
+
+_TEXT = 1024
+"""Bytes of the reason why a worker cannot go on."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round that has closed, as each of those in it knows it.
+
+    Attributes:
+        number: its number, from 1, among those that have moved the center.
+        members: the workers that took part.
+        records: their records, in the same order.
+        staleness: rounds that closed between the one that this worker was in before, and this one.
+        moved: whether the center has moved.
+    """
+
+    number: int
+    members: Sequence[int]
+    records: Sequence[Record]
+    staleness: int
+    moved: bool
+
+
+@dataclass
+class Contribution:
+    """What a worker comes with.
+
+    Attributes:
+        record: its record.
+        rates: learning rates of its tensors, if the algorithm uses them.
+        payloads: its replica or message, bucket by bucket.
+    """
+
+    record: Record
+    rates: list[float]
+    payloads: list[np.ndarray]
+
+
+class HubTransport(ServiceTransport):
+    """Workers meet in rounds at the root, which holds the center.
+
+    A round needs all that a worker has: who is stopped in the middle of sending keeps nobody waiting.
+
+    Args:
+        requests: as for a service.
+        replies: likewise.
+        parts: tensors that are exchanged.
+        ranks: global ranks of the workers, for messages.
+        root: the worker that holds the center.
+        optimizer: optimizer of the center, if there is one.
+        leaves: handles the tensors in the state of the optimizer.
+        rounds: decides who takes part; used on the root.
+        dead_ranks: returns the workers that are known to be dead.
+
+    Attributes:
+        round: the last round in which this worker was.
+        waited: seconds for which it waited for the close, the way of its messages included.
+    """
+
+    def __init__(
+        self,
+        requests: Messages,
+        replies: Messages,
+        parts: Sequence[ExchangedTensors],
+        ranks: Sequence[int],
+        root: int,
+        optimizer: OuterOptimizer,
+        leaves: Leaves,
+        rounds: Rounds,
+        dead_ranks: Callable[[], Sequence[int]],
+    ) -> None:
+        self.round = Round(0, [], [], 0, moved=False)
+        self.waited = 0.0
+        self.ranks = list(ranks)
+        workers = len(self.ranks)
+        self.rounds, self.workers, self.dead_ranks, self.root = rounds, workers, dead_ranks, root
+        self._record = Record(0, 0)
+        uses_rates = parts[0].algorithm.uses_learning_rate
+        self._rates = len(parts[0].layout.specs) if uses_rates else 0
+        super().__init__(
+            *(requests, replies, parts, workers, [root]),
+            bounds=lambda bucket: [(0, bucket.size)],
+            optimizer=optimizer,
+            leaves=leaves,
+        )
+        self.description = f"messages to rank {self.ranks[root]}, which closes rounds"
+
+    def _start(self, shard: CenterInMemory, optimizer: OuterOptimizer) -> Service:
+        return Hub(self._requests, self._replies, shard, optimizer, self._states, self)
+
+    def introduce(self, record: Record) -> None:
+        """Set the record with which this worker comes to the next round."""
+        self._record = record
+
+    def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        """Come to a round, wait for its close, and yield the vectors to pull; none if nothing has moved.
+
+        Raises:
+            RuntimeError: no round closes any more.
+        """
+        # Copies: a front end may form the next one in the same memory.
+        sent = Contribution(self._record, list(exchange.rates), [np.array(payload) for payload in payloads])
+        came = time.perf_counter()
+        if self._rank == self.root:
+            verdict, pulled = self._hub.attend_round(self._rank, sent, self._while_waiting)
+        else:
+            verdict, pulled = self._send(sent)
+        self.waited = time.perf_counter() - came
+        self.round = self._read(verdict)
+        self.missed = self.round.staleness
+        yield from pulled
+
+    def fail(self, text: str) -> None:
+        """Tell all workers, as they come, that this one cannot go on."""
+        if self._rank == self.root:
+            self._hub.fail(self._rank, text)
+            return
+        self._request(self.root, _FAIL)
+        self._requests.send(_in_bytes(text), self.root, ANSWER).wait()
+
+    def apart(self, starts: bool) -> None:
+        """Tell the root that this worker is in another call, or no longer."""
+        if self._rank == self.root:
+            self._hub.set_apart(self._rank, starts)
+        else:
+            self._request(self.root, _APART if starts else _BACK)
+
+    @property
+    def _hub(self) -> Hub:
+        return cast(Hub, self._own)
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Return the number of integers of what a worker says, of the verdict on a round, and of payloads."""
+        width = len(integers(Record(0, 0)))
+        return width + self._rates, 5 + self.workers * (1 + width) + _TEXT // 8, self._count
+
+    def _send(self, sent: Contribution) -> tuple[np.ndarray, Iterator[np.ndarray]]:
+        """Send what this worker has; return the verdict, and the vectors to pull."""
+        words = np.array(integers(sent.record), np.int64)
+        words = np.concatenate([words, np.array(sent.rates, np.float64).view(np.int64)])
+        verdict = np.empty(self.sizes()[1], np.int64)
+        answer = self._replies.receive(verdict, self.root, ANSWER)
+        self._request(self.root, _COME)
+        sending = [self._requests.send(words, self.root, ANSWER)]
+        sending += [self._requests.send(each, self.root, payload_tag(i)) for i, each in enumerate(sent.payloads)]
+        self._wait([*sending, answer])
+
+        def pulled() -> Iterator[np.ndarray]:
+            buffers = [np.empty_like(payload) for payload in sent.payloads] if verdict[0] == _MOVED else []
+            receiving = [self._replies.receive(out, self.root, payload_tag(i) + 1) for i, out in enumerate(buffers)]
+            for request, out in zip(receiving, buffers, strict=True):
+                self._wait([request])
+                yield out
+
+        return verdict, pulled()
+
+    def _wait(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            looked = time.monotonic()
+            while not request.done():
+                time.sleep(SHORT if time.monotonic() - looked < LONG else LONG)
+                if time.monotonic() - looked > _LOOK:
+                    self._while_waiting()
+                    looked = time.monotonic() - LONG
+            try:
+                request.wait()
+            except PeerLostError as error:
+                raise self._root_has_ended() from error
+
+    def _while_waiting(self) -> None:
+        """Raise a RuntimeError if the wait for the root cannot end."""
+        if not self._requests.alive() or self.root in self.dead_ranks():
+            raise self._root_has_ended()
+
+    def _root_has_ended(self) -> RuntimeError:
+        return RuntimeError(
+            f"Rank {self.ranks[self.root]}, which held the center, has ended: start again from a checkpoint"
+        )
+
+    def _read(self, verdict: np.ndarray) -> Round:
+        """Return the round that a verdict is about.
+
+        Raises:
+            RuntimeError: it did not close.
+        """
+        what, number, count, staleness = verdict[:4].tolist()
+        if what == _FAILED:
+            raise RuntimeError(verdict[4:].tobytes().split(b"\0", 1)[0].decode())
+        members, rest = verdict[4 : 4 + count].tolist(), verdict[4 + count :]
+        width = len(integers(Record(0, 0)))
+        records, _ = unpack_records(rest[: count * width])
+        return Round(number, members, records, staleness, what == _MOVED)
+
+
+class Hub(Service):
+    """The center, and the thread that closes rounds.
+
+    Args:
+        requests: as for a service.
+        replies: likewise.
+        center: likewise.
+        optimizer: likewise.
+        states: likewise.
+        transport: what the root itself uses, and what tells how large messages are.
+    """
+
+    def __init__(
+        self,
+        requests: Messages,
+        replies: Messages,
+        center: CenterInMemory,
+        optimizer: OuterOptimizer,
+        states: States,
+        transport: HubTransport,
+    ) -> None:
+        self._transport, self._rounds = transport, transport.rounds
+        self._contributions: dict[int, Contribution] = {}
+        self._coming: dict[int, tuple[np.ndarray, list[np.ndarray], list[Request]]] = {}
+        self._own: tuple[np.ndarray, list[np.ndarray]] = np.empty(0, np.int64), []
+        self._closed = threading.Event()
+        self._looked = 0.0
+        self._given_up: set[int] = set()
+        super().__init__(requests, replies, center, optimizer, states)
+
+    def attend_round(
+        self, worker: int, sent: Contribution, check: Callable[[], None]
+    ) -> tuple[np.ndarray, Iterator[np.ndarray]]:
+        """Come to a round as the worker of this process; return the verdict, and the vectors to pull."""
+        self._closed.clear()
+        self._come(worker, sent)
+        while not self._closed.wait(_LOOK):
+            check()
+        verdict, pulled = self._own
+        return verdict, iter(pulled)
+
+    def fail(self, worker: int, text: str) -> None:
+        """Let no round close any more, because of a worker."""
+        with self._lock:
+            self._rounds.fail(f"Rank {self._transport.ranks[worker]} cannot go on: {text}")
+
+    def set_apart(self, worker: int, starts: bool) -> None:
+        """Note that a worker is in another call, or no longer."""
+        with self._lock:
+            self._rounds.apart(worker, starts)
+
+    def attend(self) -> bool:
+        """Take what has come completely, and close a round if one is due."""
+        for worker, (words, payloads, requests) in list(self._coming.items()):
+            if all(request.done() for request in requests):
+                del self._coming[worker]
+                with suppress(PeerLostError):  # It has died in the middle, and takes part in no round.
+                    for request in requests:
+                        request.wait()
+                    self._come(worker, self._unpacked(words, payloads))
+        with self._lock:
+            self._look_for_dead_ranks()
+            members = self._rounds.members()
+            self._log_given_up()
+            if self._rounds.failure is not None:
+                return self._tell_failure(self._rounds.failure)
+            if members is None:
+                return False
+            self._close(members)
+            return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether messages are on their way, or a round is open."""
+        return bool(self._coming)
+
+    def _answer(self, source: int, header: np.ndarray) -> None:
+        operation = int(header[0])
+        if operation == _COME:
+            words = np.empty(self._transport.sizes()[0], np.int64)
+            payloads = [empty(self._center.buckets[index]) for index in range(self._center.count)]
+            requests = [self._requests.receive(words, source, ANSWER)]
+            requests += [self._requests.receive(out, source, payload_tag(i)) for i, out in enumerate(payloads)]
+            self._coming[source] = words, payloads, requests
+        elif operation == _FAIL:
+            text = np.empty(_TEXT, np.uint8)
+            self._requests.receive(text, source, ANSWER).wait()
+            self.fail(source, text.tobytes().rstrip(b"\0").decode(errors="replace"))
+        elif operation in (_APART, _BACK):
+            self.set_apart(source, operation == _APART)
+        else:
+            super()._answer(source, header)
+
+    def _unpacked(self, words: np.ndarray, payloads: list[np.ndarray]) -> Contribution:
+        width = len(integers(Record(0, 0)))
+        (record,), _ = unpack_records(words[:width])
+        return Contribution(record, words[width:].view(np.float64).tolist(), payloads)
+
+    def _come(self, worker: int, sent: Contribution) -> None:
+        with self._lock:
+            self._contributions[worker] = sent
+            self._rounds.come(worker, sent.record.purpose == Purpose.LEAVE)
+
+    def _look_for_dead_ranks(self) -> None:
+        """Stop waiting for ranks that have died."""
+        if time.monotonic() - self._looked < _LOOK:
+            return
+        self._looked = time.monotonic()
+        self._rounds.gone(self._transport.dead_ranks())
+
+    def _log_given_up(self) -> None:
+        """Log that rounds close without some ranks from now on, and forget what these have sent."""
+        for worker in self._rounds.given_up:
+            if worker not in self._given_up:
+                self._given_up.add(worker)
+                self._contributions.pop(worker, None)
+                self._coming.pop(worker, None)
+                logger.warning(
+                    "Rank %d has died or been given up: rounds close without it, and the center keeps what it has sent "
+                    "in earlier ones",
+                    self._transport.ranks[worker],
+                )
+
+    def _close(self, members: Sequence[int]) -> None:
+        """Close a round: move the center by what its members have sent, and answer them."""
+        taking = [self._contributions.pop(worker) for worker in members]
+        records = [each.record for each in taking]
+        staleness = self._center.ledger.staleness(members)
+        exchanges = self._exchanges_of(members, taking, staleness)
+        rest = all(record.purpose == Purpose.LEAVE and not record.pending for record in records)
+        moves = not rest and any(exchange.weight != 0 for exchange in exchanges)
+        pulled: list[np.ndarray] = []
+        if moves:
+            leading = members.index(self._transport.root) if self._transport.root in members else 0
+            payloads = zip(*(each.payloads for each in taking), strict=True)
+            pulled = [self._center.close(i, of_all, exchanges, leading) for i, of_all in enumerate(payloads)]
+            if self._center.optimized:
+                self._optimizer.step()
+                self._stepped = True
+                pulled[: self._center.optimized] = [self._center.read(i) for i in range(self._center.optimized)]
+            self._center.ledger.close(members)
+        self._rounds.close(members)
+        number = int(self._center.ledger.rounds[0])
+        told = [*members, *(word for record in records for word in integers(record))]
+        for worker, missed in zip(members, staleness, strict=True):
+            self._tell(worker, [_MOVED if moves else _NOTHING, number, len(members), missed, *told], pulled)
+
+    def _exchanges_of(
+        self, members: Sequence[int], taking: Sequence[Contribution], staleness: Sequence[int]
+    ) -> list[Exchange]:
+        """Return what an algorithm knows about the round and each of its members.
+
+        n is the number of all workers, and in a mean those who are not members have weight 0:
+        w_i n/Σ_j w_j with w_i = (1, or the weight told) (1 + s_i)^−p.
+        """
+        power, size = self._center.parts[0].staleness_power, self._transport.workers
+        weights = [
+            (1.0 if each.record.weight is None else each.record.weight) * (1 + missed) ** -power
+            for each, missed in zip(taking, staleness, strict=True)
+        ]
+        total, plain = sum(weights), len(members) == size and len(set(weights)) == 1
+        exchanges = []
+        for each, missed, weight in zip(taking, staleness, weights, strict=True):
+            exchange = Exchange(size, max(each.record.period, 1), rates=each.rates, staleness=missed)
+            share = weight * (size / total) if total else 0.0
+            exchanges.append(exchange if plain and total else replace(exchange, weight=share))
+        return exchanges
+
+    def _tell_failure(self, text: str) -> bool:
+        """Tell all who wait that no round closes any more; return whether anybody did."""
+        waiting = self._rounds.waiting
+        for worker in waiting:
+            self._contributions.pop(worker, None)
+            self._tell(worker, [_FAILED, 0, 0, 0, *_in_bytes(text).view(np.int64).tolist()], [])
+        self._rounds.dismiss(waiting)
+        return bool(waiting)
+
+    def _tell(self, worker: int, verdict: Sequence[int], pulled: Sequence[np.ndarray]) -> None:
+        words = np.zeros(self._transport.sizes()[1], np.int64)
+        words[: len(verdict)] = verdict
+        if worker == self._transport.root:
+            self._own = words, [np.array(vector) for vector in pulled]
+            self._closed.set()
+            return
+        self._send(words, worker, ANSWER)
+        for index, vector in enumerate(pulled):
+            self._send(vector, worker, payload_tag(index) + 1)
+
+
+def _in_bytes(text: str) -> np.ndarray:
+    """Return a text as bytes of a fixed number, cut if it is longer."""
+    data = np.zeros(_TEXT, np.uint8)
+    encoded = text.encode()[: _TEXT - 1]
+    data[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    return data

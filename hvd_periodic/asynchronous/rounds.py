@@ -1,0 +1,165 @@
+"""Who takes part in each round of an exchange with a quorum."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from hvd_periodic.ranks import named
+
+SHARE = 0.1
+"""Default of the grace: a fraction of the time from the last close to the arrival that completes the quorum."""
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """How many workers a round waits for.
+
+    Attributes:
+        size: q, the number of workers after whose arrival a round stays open only for the grace.
+        grace: g, seconds from the arrival of the q-th worker to the close of the round; None: a tenth of the time from
+            the last close to that arrival.
+    """
+
+    size: int
+    grace: float | None = None
+
+
+class Rounds:
+    """Decides when a round closes, and with whom; knows neither messages nor tensors.
+
+    A round closes when all workers have come, or ``grace`` seconds after the q-th came, with all that came by then. Who
+    comes later takes part in the next one. The first round waits for all. A worker that is apart, leaving or gone is
+    not waited for: q is at most the number of the others. Once all that are not gone are leaving, one round closes with
+    all of them.
+
+    Args:
+        workers: global ranks of the workers, for messages; here, they are numbered from 0.
+        quorum: how many of them a round waits for.
+        timeout: returns the seconds for which workers wait for a missing one; None: for ever.
+        now: returns the time in seconds.
+
+    Attributes:
+        failure: why no round will close any more; None as long as rounds close.
+        replayed: the workers of the rounds to come, which close with exactly these; then the quorum counts again.
+
+    Example:
+        >>> rounds = Rounds([0, 1, 2], Quorum(2, grace=0.1), now=lambda: clock)
+        >>> clock = 0.0
+        >>> for worker in range(3):
+        ...     rounds.come(worker)
+        >>> rounds.members()
+        [0, 1, 2]
+        >>> rounds.close([0, 1, 2])
+        >>> for clock, worker in ((1.0, 0), (1.05, 1)):
+        ...     rounds.come(worker)
+        >>> rounds.members()
+        >>> clock = 1.2
+        >>> rounds.members()
+        [0, 1]
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[int],
+        quorum: Quorum,
+        timeout: Callable[[], float | None] = lambda: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ranks, self._quorum, self._timeout, self._now = workers, quorum, timeout, now
+        self._came: dict[int, float] = {}
+        self._leaving: set[int] = set()
+        self._apart: set[int] = set()
+        self._gone: set[int] = set()
+        self._closed: float | None = None
+        self._last_sign = now()
+        self.failure: str | None = None
+        self.replayed: deque[list[int]] = deque()
+
+    def come(self, worker: int, leaving: bool = False) -> None:
+        """Note that a worker waits for the close of a round; if it is leaving, for that of the last one."""
+        self._came[worker] = self._last_sign = self._now()
+        self._apart.discard(worker)
+        if leaving:
+            self._leaving.add(worker)
+        if worker in self._gone:
+            self.fail(f"Rank {self._ranks[worker]} came after the others had ended without it")
+
+    def apart(self, worker: int, starts: bool) -> None:
+        """Note that a worker is in another call from now on, or no longer."""
+        self._last_sign = self._now()
+        (self._apart.add if starts else self._apart.discard)(worker)
+
+    def gone(self, workers: Iterable[int]) -> None:
+        """Note that workers will not come again."""
+        for worker in workers:
+            self._gone.add(worker)
+            self._came.pop(worker, None)
+            self._leaving.discard(worker)
+
+    def fail(self, text: str) -> None:
+        """Let no round close any more; the first reason counts."""
+        self.failure = self.failure or text
+
+    @property
+    def waiting(self) -> list[int]:
+        """The workers that wait for the close of a round."""
+        return sorted(self._came)
+
+    @property
+    def given_up(self) -> list[int]:
+        """The workers that will not come again."""
+        return sorted(self._gone)
+
+    def members(self) -> list[int] | None:
+        """Return the workers with which a round closes now; None if it stays open, or if no round closes any more."""
+        if self.failure is not None:
+            return None
+        if self.replayed:
+            members = [worker for worker in self.replayed[0] if worker not in self._gone]
+            return members if self._came.keys() >= set(members) else None
+        absent = self._leaving | self._apart | self._gone
+        expected = [worker for worker in range(len(self._ranks)) if worker not in absent]
+        present = [worker for worker in expected if worker in self._came]
+        if len(present) == len(expected):
+            return present or (None if self._apart else self.waiting or None)
+        return present if self._is_over(present, len(expected)) else self._after_timeout(present, expected)
+
+    def _is_over(self, present: Sequence[int], expected: int) -> bool:
+        """Return whether the grace is over, with some of the expected workers missing."""
+        size = min(self._quorum.size, expected)
+        if self._closed is None or len(present) < size:
+            return False
+        complete = max(sorted(self._came[worker] for worker in present)[size - 1], self._closed)
+        grace = SHARE * (complete - self._closed) if self._quorum.grace is None else self._quorum.grace
+        return self._now() - complete >= grace
+
+    def _after_timeout(self, present: Sequence[int], expected: Sequence[int]) -> list[int] | None:
+        """Fail if workers have waited too long; if some of these are leaving, go on without the missing ones."""
+        timeout = self._timeout()
+        if timeout is None or not self._came or self._now() - self._last_sign < timeout:
+            return None
+        missing = [worker for worker in expected if worker not in present]
+        if not self._leaving:
+            waiting, late = (named(self._ranks[worker] for worker in each) for each in (self._came, missing))
+            who = f"{waiting} waited for {late} longer than timeout_seconds={timeout:g}"
+            self.fail(f"A round with quorum={self._quorum.size} did not close: {who}")
+            return None
+        self.gone(missing)
+        return self.members()
+
+    def dismiss(self, workers: Iterable[int]) -> None:
+        """Note that workers do not wait any more, without a round."""
+        for worker in workers:
+            self._came.pop(worker, None)
+
+    def close(self, members: Sequence[int]) -> None:
+        """Note that a round closes with some workers, which do not wait any more."""
+        for worker in members:
+            del self._came[worker]
+            self._leaving.discard(worker)
+        if self.replayed:
+            self.replayed.popleft()
+        self._closed = self._last_sign = self._now()

@@ -1,0 +1,76 @@
+"""Rounds in which one rank is killed, or stopped for good; see ``test_quorum_dying.py``.
+
+mpirun --enable-recovery -np 3 python -m tests.parallel.quorum_dying_program FOLDER WHERE ROUNDS
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_periodic.algorithms import DiLoCo
+from hvd_periodic.comm.mpi import MPICommunicator
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
+
+SIZE, VICTIM, LAST = 300_000, 2, 3
+"""Elements, the rank that is killed, and its last round."""
+
+
+def die(number: int) -> None:
+    """Be killed, or stop until the others have ended."""
+    if number == signal.SIGSTOP and os.fork() == 0:
+        time.sleep(15)
+        os.kill(os.getppid(), signal.SIGKILL)
+        os._exit(0)
+    os.kill(os.getpid(), number)
+
+
+def main(folder: Path, where: str, rounds: int) -> None:
+    """Train for some rounds, in which one rank is killed between two, in the middle of a push, or while it waits."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    communicator, x = MPICommunicator(), np.zeros(SIZE)
+    options: dict[str, Any] = {"timeout_seconds": 4.0} if where == "stopped" else {}
+    optimizer = PeriodicOptimizer(
+        SGD(0.1), {"x": x}, DiLoCo(), 1, process_set=communicator, quorum=2, grace_seconds=0.01, **options
+    )
+    optimizer.synchronizer.begin()
+    rank, times = communicator.rank, []
+    for number in range(rounds):
+        if rank == VICTIM and number == LAST:
+            transport: Any = optimizer.synchronizer.exchanger.worker.transport  # type: ignore[union-attr]
+            if where in ("between", "stopped"):
+                die(signal.SIGSTOP if where == "stopped" else signal.SIGKILL)
+            send, sent = transport._requests.send, []
+
+            def killed(*arguments: Any, send: Any = send, sent: list[Any] = sent) -> Any:
+                sent.append(send(*arguments))
+                if len(sent) == (2 if where == "pushing" else 3):
+                    time.sleep(0.2)
+                    die(signal.SIGKILL)
+                return sent[-1]
+
+            transport._requests.send = killed
+        optimizer.step([np.full(SIZE, -1.0 - rank - 0.1 * number)])
+        times.append(time.monotonic())
+        if where == "stopped":
+            time.sleep(0.01)
+    optimizer.finalize()
+    own = [float(x.min()), float(x.max())]
+    with optimizer.center():
+        found = [float(x.min()), float(x.max())]
+    waits = np.diff(times).max()
+    counters = optimizer.synchronizer.counters
+    (folder / f"{rank}.json").write_text(json.dumps([own, found, float(waits), counters.rounds]))
+    print(f"Rank {rank} is at its end", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

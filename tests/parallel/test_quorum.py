@@ -1,0 +1,297 @@
+"""Rounds with a quorum in real jobs: the numbers of the reference, slow and stopped ranks, saved sets, refusals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.parallel.launch import run_scenarios
+from tests.parallel.program import Scenarios, attempt, column
+from tests.parallel.tiers import thorough
+from tests.unit.test_quorum import CURVATURE, MINIMUM, PERIOD, RATE, SETS, TABLE
+
+hvd = pytest.importorskip("tests.parallel.torch_job").hvd
+
+import torch  # noqa: E402
+
+import hvd_periodic.torch as hvdp  # noqa: E402
+from hvd_periodic.journal.files import read_run_log  # noqa: E402
+from hvd_periodic.torch import synchronizer as module  # noqa: E402
+from hvd_periodic.torch.replica import TorchReplica  # noqa: E402
+
+scenario = Scenarios()
+
+pytestmark = pytest.mark.timeout(180)
+
+JOBS = [("mpirun", 3), thorough(("mpirun, MPI", 3)), thorough(("mpirun, torch.distributed", 3))]
+
+
+@pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of one job reports; all tests of a job share it."""
+    launcher, size = request.param
+    folder = tmp_path_factory.mktemp("job")
+    return run_scenarios(launcher, size, "test_quorum", folder, 150, framework="torch")
+
+
+OUTER: dict[str, Any] = {
+    "agn, sum": {"outer_optimizer": lambda groups: torch.optim.SGD(groups, lr=0.1)},
+    "agn, average": {"outer_optimizer": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9)},
+}
+
+
+def quadratic(algorithm: Any, **options: Any) -> tuple[torch.nn.Parameter, Any]:
+    """Return a parameter and its optimizer, whose training has begun."""
+    x = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = hvdp.PeriodicOptimizer(
+        torch.optim.SGD([x], lr=RATE), [("x", x)], algorithm, PERIOD, quorum=2, **options
+    )
+    optimizer.synchronizer.begin()
+    return x, optimizer
+
+
+def period(x: torch.nn.Parameter, optimizer: Any, pause: float = 0.0) -> None:
+    """Take the steps of a period."""
+    for _ in range(PERIOD):
+        time.sleep(pause)
+        x.grad = CURVATURE[hvd.rank()] * (x.detach() - MINIMUM[hvd.rank()])
+        optimizer.step()
+
+
+def center_of(x: torch.nn.Parameter, optimizer: Any) -> float:
+    with optimizer.center():
+        return x.item()
+
+
+@scenario
+def numbers() -> Any:
+    """Replayed sets: the center after every round, and x at the end."""
+    results = {}
+    for name, (algorithm, options, _) in TABLE.items():
+        x, optimizer = quadratic(algorithm, **options | OUTER.get(name, {}))
+        optimizer.synchronizer.exchanger.replay(SETS)
+        hvd.allgather_object(None)
+        centers = []
+        for members in SETS:
+            if hvd.rank() in members:
+                period(x, optimizer)
+            hvd.allgather_object(None)
+            centers.append(center_of(x, optimizer))
+            hvd.allgather_object(None)
+        results[name] = [centers, x.item()]
+        optimizer.finalize()
+    return results
+
+
+def test_numbers(ranks: list[dict[str, Any]]) -> None:
+    for name, (_, _, expected) in TABLE.items():
+        for centers, _ in column(ranks, "numbers", name):
+            assert centers == pytest.approx(expected, abs=5e-9), name
+    last = [x for _, x in column(ranks, "numbers", "elastic averaging")]
+    assert last == pytest.approx([0.478677379, -0.290441984, 0.250068475], abs=5e-9)
+
+
+def folder_of(name: str) -> Path:
+    """Return a folder that all ranks share."""
+    return Path(sys.argv[1]) / name
+
+
+@scenario
+def slow() -> Any:
+    """One rank ten times slower; then the same sets once more, without waiting."""
+    seen, sets = [], None
+    for log in ("slow", "again"):
+        x, optimizer = quadratic(hvdp.DiLoCo(), grace_seconds=0.05, run_log=folder_of(log))
+        if sets is not None:
+            optimizer.synchronizer.exchanger.replay(sets)
+        hvd.allgather_object(None)
+        for _ in range(3 if hvd.rank() == 1 else 10):
+            period(x, optimizer, 0.0 if sets else 0.1 if hvd.rank() == 1 else 0.01)
+        optimizer.finalize()
+        hvd.allgather_object(None)
+        lines = [
+            line for rank in read_run_log(folder_of(log)).values() for line in rank if line["event"] == "exchanged"
+        ]
+        found = {line["number"]: line["members"] for line in lines}
+        sets = [found[number] for number in range(1, len(found) + 1)]
+        seen.append([x.item(), center_of(x, optimizer), sets])
+    return seen
+
+
+def test_a_slow_rank_is_left_out_and_the_sets_decide_the_trajectory(ranks: list[dict[str, Any]]) -> None:
+    reports = column(ranks, "slow")
+    for timed, again in reports:
+        assert timed == again == reports[0][0]
+    sets = reports[0][0][2]
+    assert sets[0] == [0, 1, 2]
+    assert sets.count([0, 2]) >= 3
+    assert any(1 in members for members in sets[1:])
+
+
+SECONDS = 2.0
+
+
+@scenario
+def stopped() -> Any:
+    """One rank is stopped in the middle of a push of several buckets; when rounds closed, and c meanwhile."""
+    tensors = [torch.nn.Parameter(torch.zeros(200_000)) for _ in range(4)]
+    named = [(f"p{i}", tensor) for i, tensor in enumerate(tensors)]
+    with patch.object(module, "TorchReplica", partial(TorchReplica, bucket_bytes=800_000)):
+        optimizer = hvdp.PeriodicOptimizer(
+            torch.optim.SGD(tensors, lr=1.0), named, hvdp.Averaging(), 1, quorum=2, grace_seconds=0.05
+        )
+    optimizer.synchronizer.begin()
+
+    def step() -> float:
+        for tensor in tensors:
+            tensor.grad = torch.full_like(tensor, -1.0 - hvd.rank())
+        optimizer.step()
+        return time.monotonic()
+
+    closed, rank = [step()], hvd.rank()
+    if rank == 2:
+        messages = optimizer.synchronizer.exchanger.worker.transport._requests
+        send, sent = messages.send, []
+
+        def stop_inside(*arguments: Any) -> Any:
+            sent.append(send(*arguments))
+            if len(sent) == 3:  # A request, what it says, and a payload.
+                subprocess.Popen(["sh", "-c", f"sleep {SECONDS}; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return sent[-1]
+
+        messages.send = stop_inside
+        closed.append(step())
+        messages.send = send
+    else:
+        closed += [step() for _ in range(5)]
+    optimizer.finalize()
+    values = {value.item() for tensor in tensors for value in tensor.detach().aminmax()}
+    return [closed, sorted(values), optimizer.synchronizer.counters.staleness_max]
+
+
+def test_a_rank_that_is_stopped_in_the_middle_of_a_push_stops_nobody(ranks: list[dict[str, Any]]) -> None:
+    reports = column(ranks, "stopped")
+    for closed, _, staleness in reports[:2]:
+        assert closed[-1] - closed[0] < SECONDS - 0.5, "five rounds while it is stopped"
+        assert staleness <= 1, "in the last round, after one of the third rank alone"
+    assert reports[2][2] == 5
+    for _, values, _ in reports:
+        assert values == reports[0][1]
+        assert len(values) == 1
+
+
+def trained(folder: str, sets: list[list[int]], resume: bool) -> Any:
+    """Train a model with batch normalization and Adam for some sets, and save it; or load it first."""
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    optimizer = hvdp.PeriodicOptimizer(
+        torch.optim.Adam(model.parameters(), lr=0.1),
+        model,
+        hvdp.DiLoCo(),
+        2,
+        buffers="average",
+        quorum=2,
+        staleness_power=0.5,
+    )
+    if resume:
+        assert hvdp.load(folder_of(folder), model, optimizer) is not None
+    optimizer.synchronizer.begin()
+    optimizer.synchronizer.exchanger.replay(sets)
+    hvd.allgather_object(None)
+    for members in sets:
+        for _ in range(2 if hvd.rank() in members else 0):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(1000 * hvd.rank() + optimizer.synchronizer.local_steps)
+            model(torch.randn(5, 3, generator=generator)).square().mean().backward()
+            optimizer.step()
+    hvd.allgather_object(None)
+    if not resume:
+        hvdp.save(folder_of(folder), model, optimizer)
+    tensors = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
+    replica = [tensor.tolist() for tensor in tensors]
+    with optimizer.center():
+        return [replica, [tensor.tolist() for tensor in tensors], optimizer.synchronizer.counters.rounds]
+
+
+@scenario
+def saved() -> Any:
+    """All at once; and a part of it, saved while one rank has been away for two rounds, and the rest."""
+    whole = trained("whole", [*SETS, [0, 1], [0, 1], [0, 2], [0, 1, 2]], resume=False)
+    trained("part", [*SETS, [0, 1], [0, 1]], resume=False)
+    return [whole, trained("part", [[0, 2], [0, 1, 2]], resume=True)]
+
+
+def test_a_saved_set_resumes_exactly(ranks: list[dict[str, Any]]) -> None:
+    reports = column(ranks, "saved")
+    for whole, resumed in reports:
+        assert resumed == whole
+        assert whole[1] == reports[0][0][1], "one center"
+        assert whole[0] == whole[1], "all were in the last round"
+
+
+@scenario
+def refusals() -> Any:
+    x = torch.nn.Parameter(torch.zeros(2))
+    layer = torch.nn.Linear(2, 2)
+
+    def make(algorithm: Any = None, wrap: Any = lambda inner: inner, **options: Any) -> str:
+        def construct() -> None:
+            inner = wrap(torch.optim.SGD([x], lr=0.1))
+            hvdp.PeriodicOptimizer(inner, [("x", x)], algorithm or hvdp.EASGD(), 2, **options)
+
+        return attempt(construct)
+
+    return {
+        "too large": make(quorum=hvd.size() + 1),
+        "on one rank": make(quorum=2 if hvd.rank() == 0 else None),
+        "grace": make(quorum=2, grace_seconds=0.5 * hvd.rank()),
+        "diloco": make(hvdp.DiLoCo(), quorum=1),
+        "levels": make(wrap=lambda inner: hvdp.PeriodicOptimizer(inner, [("x", x)], hvdp.EASGD(), 2), quorum=2),
+        "center_device": make(quorum=2, center_device="cpu"),
+        "buffers": attempt(
+            lambda: hvdp.PeriodicOptimizer(
+                torch.optim.SGD(layer.parameters(), lr=0.1),
+                torch.nn.Sequential(layer, torch.nn.BatchNorm1d(2)),
+                hvdp.EASGD(),
+                2,
+                buffers="broadcast",
+                quorum=2,
+            )
+        ),
+    }
+
+
+def test_refusals(ranks: list[dict[str, Any]]) -> None:
+    expected = {
+        "too large": "`quorum` must be at most the number of ranks, n=3",
+        "on one rank": "quorum",
+        "grace": "quorum",
+        "diloco": "`quorum` must be more than half of the ranks",
+        "levels": "`quorum` is not available for several levels of optimizers",
+        "center_device": "`quorum` is not available with `center_device`",
+        "buffers": "buffers='broadcast' is for synchronous exchange",
+    }
+    for name, text in expected.items():
+        for found in column(ranks, "refusals", name):
+            assert text in found, name
+
+
+def main(folder: Path) -> None:
+    """Run all scenarios."""
+    torch.set_num_threads(1)
+    hvd.init()
+    scenario.run(folder, hvd.rank())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

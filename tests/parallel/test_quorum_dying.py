@@ -1,0 +1,44 @@
+"""Rounds go on without a rank that is killed, or stopped for good, under an MPI that lets the others go on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PATIENCE
+from tests.parallel.launch import MPIRUN, ROOT, environment, python
+from tests.parallel.quorum_dying_program import VICTIM
+from tests.parallel.tiers import thorough
+
+pytest.importorskip("mpi4py")
+
+pytestmark = pytest.mark.timeout(120)
+
+ROUNDS = 8
+
+
+@pytest.mark.parametrize("where", ["pushing", "stopped", thorough("between"), thorough("waiting")])
+def test_the_others_end_with_the_center(where: str, tmp_path: Path) -> None:
+    """A rank that is killed in the middle of a push, or between rounds, or as it waits; or that never comes again."""
+    words = [*MPIRUN, "--enable-recovery", "-np", "3", *python(None), "-m", "tests.parallel.quorum_dying_program"]
+    done = subprocess.run(
+        [*words, str(tmp_path), where, str(ROUNDS)],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE * 60,
+        check=False,
+    )
+    assert done.stdout.count("is at its end") == 2, done.stdout
+    assert f"Rank {VICTIM} has died or been given up: rounds close without it" in done.stdout
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3) if rank != VICTIM]
+    for own, center, longest, rounds in reports:
+        assert own == center == reports[0][1]
+        assert center[0] == center[1], "no bucket of a message that was cut off"
+        assert longest < (3 if where != "stopped" else 10)
+        assert rounds == ROUNDS
