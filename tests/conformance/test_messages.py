@@ -1,4 +1,4 @@
-"""The contract of messages over TCP, with threads as ranks; over MPI and between processes, in tests/parallel."""
+"""The contract of messages over TCP and in memory, with threads as ranks; over MPI and processes, see tests/parallel."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from hvd_periodic.comm.socket_messages import SocketMessages
 from hvd_periodic.comm.threads import ThreadCommunicator, run
+from hvd_periodic.comm.transports import Messages
 from tests.conformance.messages_contract import check_messages
 from tests.sockets import connected
 
@@ -13,11 +14,16 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_contract(size: int) -> None:
+@pytest.mark.parametrize("over", ["TCP", "memory"])
+def test_the_contract(over: str, size: int) -> None:
     def check(communicator: ThreadCommunicator) -> None:
         def meet() -> object:
             return communicator.allgather_object(None, "met")
 
-        check_messages(lambda: SocketMessages(communicator.rank, connected(communicator)), size, meet)
+        def made() -> Messages:
+            over_tcp = over == "TCP"
+            return SocketMessages(communicator.rank, connected(communicator)) if over_tcp else communicator.messages()
+
+        check_messages(made, size, meet)
 
     run(size, check)

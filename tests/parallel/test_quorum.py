@@ -32,7 +32,12 @@ scenario = Scenarios()
 
 pytestmark = pytest.mark.timeout(180)
 
-JOBS = [("mpirun", 3), thorough(("mpirun, MPI", 3)), thorough(("mpirun, torch.distributed", 3))]
+JOBS = [
+    ("mpirun", 3),
+    thorough(("torchrun", 3)),
+    thorough(("mpirun, MPI", 3)),
+    thorough(("mpirun, torch.distributed", 3)),
+]
 
 
 @pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
