@@ -1,4 +1,4 @@
-"""The contract of messages over TCP and in memory, with threads as ranks; over MPI and processes, see tests/parallel."""
+"""The contract of messages over TCP and in memory, with threads as ranks; over MPI and in jobs, see tests/parallel."""
 
 from __future__ import annotations
 
