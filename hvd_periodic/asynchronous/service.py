@@ -27,8 +27,8 @@ _BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE = range(6)
 """Requests, of five 64-bit integers: operation, bucket or holder, gradients, workers, and the period as a float64.
 
 ``_BEGIN`` describes the exchange of the payloads to follow; the first holder answers with the number of pushes before.
-Before it comes ``_PRESENCE`` if the worker may be absent for some tensors, then its presence. ``_STATE`` is answered with
-the number of bytes of the state, and then the state; in ``_LOAD``, that number is in place of the bucket."""
+Before it comes ``_PRESENCE`` if the worker may be absent for some tensors, then its presence. The answer to ``_STATE``
+is the number of bytes of the state, then the state; in ``_LOAD``, that number is in place of the bucket."""
 
 _PAUSE = 0.05
 """Seconds between two polls for messages while the service is paused."""

@@ -180,6 +180,7 @@ class LivenessBarrier:
         self._memory, self._rank, self._size = memory, rank, size
         self._words = memory.buffer.view(np.int64).reshape(size, 3)
         self._entered = 0
+        self._ended: set[int] = set()
         memory.hold_liveness_lock(rank)
 
     @staticmethod
@@ -194,7 +195,13 @@ class LivenessBarrier:
     def dead_ranks(self) -> list[int]:
         """Return the ranks whose processes have ended without :meth:`leave`."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        return [rank for rank in others if not self._memory.is_alive(rank) and not self._words[rank, 2]]
+        return [rank for rank in others if not self._is_alive(rank) and not self._words[rank, 2]]
+
+    def _is_alive(self, rank: int) -> bool:
+        """Return whether a process is alive; False ever after, also while another process asks."""
+        if rank not in self._ended and not self._memory.is_alive(rank):
+            self._ended.add(rank)
+        return rank not in self._ended
 
     def begin(self, barrier_id: int) -> Callable[[], int | None]:
         """Enter the next barrier of all live ranks; as :meth:`Communicator.begin_idle_barrier`."""
@@ -208,7 +215,7 @@ class LivenessBarrier:
                 word = int(self._words[rank, slot])
                 if word >> _ID_BITS == entered:
                     ids.append(word & (1 << _ID_BITS) - 1)
-                elif self._memory.is_alive(rank):
+                elif self._is_alive(rank):
                     return None
             return common_barrier(ids)
 
