@@ -14,7 +14,8 @@ import numpy as np
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors, empty
 from hvd_periodic.asynchronous.rounds import Rounds
-from hvd_periodic.asynchronous.service import ANSWER, Service, ServiceTransport, States, payload_tag
+from hvd_periodic.asynchronous.service import ANSWER, Service, ServiceTransport, payload_tag
+from hvd_periodic.asynchronous.wire_formats import States
 from hvd_periodic.checkpoints.tree import Leaves
 from hvd_periodic.comm.handshake import Purpose, Record, integers, unpack_records
 from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, Request

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import traceback
@@ -16,7 +15,7 @@ from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors, empty, numbered
 from hvd_periodic.asynchronous.ledger import Ledger, ledger_bucket
 from hvd_periodic.asynchronous.transport import Transport, bind
-from hvd_periodic.checkpoints.packed import pack, unpack
+from hvd_periodic.asynchronous.wire_formats import States, presence_from_array, presence_to_array
 from hvd_periodic.checkpoints.tree import Leaves
 from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, Request
 from hvd_periodic.outer.framework import OuterOptimizer
@@ -30,15 +29,9 @@ _BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE, _RATES, _TAKE = range(8)
 """Requests, of five 64-bit integers: operation, bucket or holder, gradients, workers, and the period as a float64.
 
 ``_BEGIN`` describes the exchange of the payloads to follow; the first holder answers with the staleness of the push.
-Before it comes ``_PRESENCE`` if the worker may be absent for some tensors, and then a float64 for every tensor of the
-center: the worker's weight, −1 for a tensor that nobody has, or NaN for one that all exchange; and ``_RATES`` if the
-algorithm uses the worker's learning rates, and then a float64 for every tensor of the first part. ``_STATE`` is
-answered with the bytes of the state, and then the state; in ``_LOAD``, the bytes are in place of the bucket."""
-
-_NOBODY = -1.0
-
-_LARGEST_STATE = 64
-"""Largest state of an optimizer, in sizes of the center, besides what fits into 16 MiB."""
+Before it come ``_PRESENCE`` if the worker may be absent for some tensors, then its presence; and ``_RATES`` if the
+algorithm uses the worker's learning rates, then a float64 for every tensor of the first part. The answer to ``_STATE``
+is the number of bytes of the state, then the state; in ``_LOAD``, that number is in place of the bucket."""
 
 _PAUSE = 0.05
 """Seconds between two polls for messages while the service is paused."""
@@ -202,7 +195,7 @@ class ServiceTransport(Transport):
             if holder != self._rank:
                 if exchange.presence:
                     self._request(holder, _PRESENCE)
-                    self._requests.send(_of_presence(exchange.presence, self._names), holder, ANSWER).wait()
+                    self._requests.send(presence_to_array(exchange.presence, self._names), holder, ANSWER).wait()
                 if exchange.rates:
                     self._request(holder, _RATES)
                     self._requests.send(np.array(exchange.rates, np.float64), holder, ANSWER).wait()
@@ -269,40 +262,6 @@ class ServiceTransport(Transport):
         answer = np.empty(1, np.int64)
         self._replies.receive(answer, holder, ANSWER).wait()
         return int(answer[0])
-
-
-class States:
-    """States of the center's optimizer as arrays of bytes.
-
-    Args:
-        parts: tensors that are exchanged.
-        leaves: handles the tensors in a state.
-    """
-
-    def __init__(self, parts: Sequence[ExchangedTensors], leaves: Leaves) -> None:
-        center = sum(bucket.nbytes for bucket in parts[0].layout.buckets)
-        self._leaves, self._largest = leaves, _LARGEST_STATE * center + 2**24
-
-    def pack(self, state: Any) -> np.ndarray:
-        """Return a state as bytes."""
-        return pack(state, self._leaves)
-
-    def unpack(self, data: np.ndarray) -> Any:
-        """Return the state that :meth:`pack` was given."""
-        return unpack(data, self._leaves)
-
-    def allocate(self, nbytes: int) -> np.ndarray:
-        """Return memory for a state of a size that another rank has told.
-
-        Raises:
-            ValueError: no state has that size.
-        """
-        if not 0 <= nbytes <= self._largest:
-            raise ValueError(
-                f"The state of the center's optimizer has {nbytes} bytes, and asynchronous exchange carries up to "
-                f"{self._largest}: {_LARGEST_STATE} times the center"
-            )
-        return np.empty(nbytes, np.uint8)
 
 
 class Service:
@@ -484,7 +443,7 @@ class Service:
         elif operation == _PRESENCE:
             weights = np.empty(len(self._names))
             self._requests.receive(weights, source, ANSWER).wait()
-            self._presence[source] = _presence_of(weights, self._names)
+            self._presence[source] = presence_from_array(weights, self._names)
         elif operation == _TAKE:
             self.take(source)
         elif operation == _RATES:
@@ -509,20 +468,3 @@ def payload_tag(index: int) -> int:
 def _share(layout: Layout, owned: Callable[[Bucket], tuple[int, int]]) -> Layout:
     whole = all(owned(bucket) == (0, bucket.size) for bucket in layout.buckets)
     return layout if whole else layout.restrict(owned)
-
-
-def _of_presence(presence: Mapping[str, float | None], names: Sequence[str]) -> np.ndarray:
-    """Return presence as one float64 per tensor.
-
-    Example:
-        >>> _of_presence({"a": 0.5, "b": None}, ["a", "b", "c"])
-        array([ 0.5, -1. ,  nan])
-    """
-    weights = (presence.get(name, math.nan) for name in names)
-    return np.array([_NOBODY if weight is None else weight for weight in weights], np.float64)
-
-
-def _presence_of(weights: np.ndarray, names: Sequence[str]) -> dict[str, float | None]:
-    """Return the presence that :func:`_of_presence` was given."""
-    pairs = ((name, float(weight)) for name, weight in zip(names, weights, strict=True) if not math.isnan(weight))
-    return {name: None if weight == _NOBODY else weight for name, weight in pairs}

@@ -180,7 +180,7 @@ class LivenessBarrier:
         self._memory, self._rank, self._size = memory, rank, size
         self._words = memory.buffer.view(np.int64).reshape(size, 3)
         self._entered = 0
-        self._given_up: set[int] = set()
+        self._ended: set[int] = set()
         memory.hold_liveness_lock(rank)
 
     @staticmethod
@@ -199,11 +199,13 @@ class LivenessBarrier:
 
     def give_up(self, ranks: Iterable[int]) -> None:
         """Wait for some ranks no longer, whether or not they live."""
-        self._given_up |= set(ranks)
+        self._ended |= set(ranks)
 
     def _is_there(self, rank: int) -> bool:
-        """Return whether a rank lives and has not been given up."""
-        return rank not in self._given_up and self._memory.is_alive(rank)
+        """Return whether a rank lives and is waited for; False ever after, also while another process asks."""
+        if rank not in self._ended and not self._memory.is_alive(rank):
+            self._ended.add(rank)
+        return rank not in self._ended
 
     def begin(self, barrier_id: int) -> Callable[[], int | None]:
         """Enter the next barrier of all live ranks; as :meth:`Communicator.begin_idle_barrier`."""
