@@ -38,7 +38,7 @@ def die_inside(folder: Path, rank: int, x: np.ndarray, optimizer: Any) -> None:
     """Let the next transaction be killed under its lock, when half of the center has moved."""
 
     def half(held: CenterInMemory, index: int, payload: np.ndarray, exchange: Any) -> np.ndarray:
-        center = held.centers[0].tensors()[0]
+        center = held.vectors[0]["center"].tensors()[0]
         pushed = RATE * (payload - center)
         center[: SIZE // 2] += pushed[: SIZE // 2]
         report(folder, rank, x=x, steps=KILLED_AT, pushed=pushed)
