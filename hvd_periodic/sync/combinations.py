@@ -125,6 +125,16 @@ def as_quorum(
     return None if quorum == size else Quorum(quorum, grace)
 
 
+def refuse_with_quorum(quorum: int, **options: tuple[object, bool]) -> None:
+    """Raise a ValueError for options, each with its value and whether it was asked for, that a quorum excludes."""
+    for option, (received, given) in options.items():
+        if given:
+            raise ValueError(
+                f"`{option}` is not available with `quorum`, where ranks may be missing in a round. Received: "
+                f"{option}={received!r}, quorum={quorum!r}"
+            )
+
+
 def refuse_quorum(quorum: int | None, where: str) -> None:
     """Raise a ValueError for a quorum, if one is given, in a place that has none."""
     if quorum is not None:

@@ -37,6 +37,7 @@ from hvd_periodic.sync.combinations import (
     check_outer,
     check_participation,
     check_weight,
+    refuse_with_quorum,
 )
 from hvd_periodic.sync.differences import Differences
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, check_agreement
@@ -196,7 +197,9 @@ class ReplicaSynchronizer(Generic[V]):
             _refuse(max_message_norm is not None, "max_message_norm", max_message_norm, "no bounds are kept")
             _refuse(max_mean_norm is not None, "max_mean_norm", max_mean_norm, "no mean is taken")
         if quorum is not None:
-            self._refuse_with_quorum(
+            if self.exchangers.quorum is None:
+                raise ValueError(f"`quorum` is for PyTorch and numpy. Received: quorum={quorum!r}")
+            refuse_with_quorum(
                 quorum,
                 asynchronous=(asynchronous, bool(asynchronous)),
                 overlap=(overlap, overlaps),
@@ -273,17 +276,6 @@ class ReplicaSynchronizer(Generic[V]):
         self.handshake.checks += [replica.changes, self.gradients.assigned.name_parameters]
         if self.progress.is_new:
             self.exchanger.tensor_groups.reset()
-
-    def _refuse_with_quorum(self, quorum: int, **options: tuple[object, bool]) -> None:
-        """Raise a ValueError for options, each with its value and whether it was asked for, that a quorum excludes."""
-        if self.exchangers.quorum is None:
-            raise ValueError(f"`quorum` is for PyTorch and numpy. Received: quorum={quorum!r}")
-        for option, (received, given) in options.items():
-            if given:
-                raise ValueError(
-                    f"`{option}` is not available with `quorum`, where ranks may be missing in a round. Received: "
-                    f"{option}={received!r}, quorum={quorum!r}"
-                )
 
     def construct(self, replica: Replica[V], **arguments: Any) -> None:
         """Construct this object again, for another replica; without communication."""
