@@ -22,9 +22,10 @@ from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, R
 from hvd_periodic.logs import logger
 from hvd_periodic.outer.framework import OuterOptimizer
 
-_COME, _FAIL, _APART, _BACK = range(16, 20)
+_COME, _FAIL, _APART, _BACK, _END = range(16, 21)
 """Requests besides those of a service: a worker comes with what it has; it cannot go on; it is in another call, or
-back. What it has to say and its payloads follow the first at once, without an answer in between."""
+back; its process ends without finalize(). What it has to say and its payloads follow the first at once, without an
+answer in between."""
 
 _NOTHING, _MOVED, _FAILED = range(3)
 """What has become of a round: nothing moved, as nobody had anything to contribute; the center moved; or it did not
@@ -160,6 +161,13 @@ class HubTransport(ServiceTransport):
         else:
             self._request(self.root, _APART if starts else _BACK)
 
+    def end(self) -> None:
+        """Tell the root that this worker comes to no round any more, though its process still answers others."""
+        if self._rank == self.root:
+            self._hub.end(self._rank)
+        else:
+            self._request(self.root, _END)
+
     @property
     def _hub(self) -> Hub:
         return cast(Hub, self._own)
@@ -255,6 +263,7 @@ class Hub(Service):
         self._closed = threading.Event()
         self._looked = 0.0
         self._given_up: set[int] = set()
+        self._abandoned: list[object] = []
         super().__init__(requests, replies, center, optimizer, states)
 
     def attend_round(
@@ -277,6 +286,11 @@ class Hub(Service):
         """Note that a worker is in another call, or no longer."""
         with self._lock:
             self._rounds.apart(worker, starts)
+
+    def end(self, worker: int) -> None:
+        """Note that a worker comes to no round any more."""
+        with self._lock:
+            self._rounds.end(worker)
 
     def attend(self) -> bool:
         """Take what has come completely, and close a round if one is due."""
@@ -317,6 +331,8 @@ class Hub(Service):
             self.fail(source, text.tobytes().rstrip(b"\0").decode(errors="replace"))
         elif operation in (_APART, _BACK):
             self.set_apart(source, operation == _APART)
+        elif operation == _END:
+            self.end(source)
         else:
             super()._answer(source, header)
 
@@ -343,7 +359,8 @@ class Hub(Service):
             if worker not in self._given_up:
                 self._given_up.add(worker)
                 self._contributions.pop(worker, None)
-                self._coming.pop(worker, None)
+                if worker in self._coming:  # The memory stays: what is under way over MPI is written into it.
+                    self._abandoned.append(self._coming.pop(worker))
                 logger.warning(
                     "Rank %d has died or been given up: rounds close without it, and the center keeps what it has sent "
                     "in earlier ones",

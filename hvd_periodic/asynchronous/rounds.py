@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from hvd_periodic.ranks import named
+from hvd_periodic.ranks import named, titled
 
 SHARE = 0.1
 """Default of the grace: a fraction of the time from the last close to the arrival that completes the quorum."""
@@ -73,6 +73,8 @@ class Rounds:
         self._leaving: set[int] = set()
         self._apart: set[int] = set()
         self._gone: set[int] = set()
+        self._ended: set[int] = set()
+        self._calls: Counter[int] = Counter()
         self._closed: float | None = None
         self._last_sign = now()
         self.failure: str | None = None
@@ -88,9 +90,14 @@ class Rounds:
             self.fail(f"Rank {self._ranks[worker]} came after the others had ended without it")
 
     def apart(self, worker: int, starts: bool) -> None:
-        """Note that a worker is in another call from now on, or no longer."""
+        """Note that a worker is in another call from now on, in which it waits for all others, or no longer."""
         self._last_sign = self._now()
+        self._calls[worker] += starts
         (self._apart.add if starts else self._apart.discard)(worker)
+
+    def end(self, worker: int) -> None:
+        """Note that a worker's process ends without finalize(): it lives, and comes to no round any more."""
+        self._ended.add(worker)
 
     def gone(self, workers: Iterable[int]) -> None:
         """Note that workers will not come again."""
@@ -120,29 +127,39 @@ class Rounds:
         if self.replayed:
             members = [worker for worker in self.replayed[0] if worker not in self._gone]
             return members if self._came.keys() >= set(members) else None
-        absent = self._leaving | self._apart | self._gone
+        self._fail_if_calls_differ()
+        if self.failure is not None:
+            return None
+        absent = self._leaving | self._apart | self._gone | self._ended
         expected = [worker for worker in range(len(self._ranks)) if worker not in absent]
         present = [worker for worker in expected if worker in self._came]
         if len(present) == len(expected):
             return present or (None if self._apart else self.waiting or None)
-        return present if self._is_over(present, len(expected)) else self._after_timeout(present, expected)
-
-    def _is_over(self, present: Sequence[int], expected: int) -> bool:
-        """Return whether the grace is over, with some of the expected workers missing."""
-        size = min(self._quorum.size, expected)
+        size = min(self._quorum.size, len(expected))
         if self._closed is None or len(present) < size:
-            return False
+            return self._after_timeout(present, expected)
         complete = max(sorted(self._came[worker] for worker in present)[size - 1], self._closed)
         grace = SHARE * (complete - self._closed) if self._quorum.grace is None else self._quorum.grace
-        return self._now() - complete >= grace
+        return present if self._now() - complete >= grace else None
+
+    def _fail_if_calls_differ(self) -> None:
+        """Fail if a worker waits for all others in a call such as save(), and another waits for it in finalize()."""
+        for leaving in sorted(self._leaving & self._came.keys()):
+            for worker in sorted(self._apart):
+                if self._calls[worker] > self._calls[leaving]:
+                    one, other = titled([self._ranks[worker]]), named([self._ranks[leaving]])
+                    self.fail(
+                        f"{one} is in save() or another call that all ranks make, and {other} in finalize(): all ranks "
+                        "must make the same calls in the same order"
+                    )
 
     def _after_timeout(self, present: Sequence[int], expected: Sequence[int]) -> list[int] | None:
-        """Fail if workers have waited too long; if some of these are leaving, go on without the missing ones."""
+        """Fail if workers have waited too long; if all of these are leaving, go on without the missing ones."""
         timeout = self._timeout()
         if timeout is None or not self._came or self._now() - self._last_sign < timeout:
             return None
         missing = [worker for worker in expected if worker not in present]
-        if not self._leaving:
+        if present or not self._leaving:
             waiting, late = (named(self._ranks[worker] for worker in each) for each in (self._came, missing))
             who = f"{waiting} waited for {late} longer than timeout_seconds={timeout:g}"
             self.fail(f"A round with quorum={self._quorum.size} did not close: {who}")

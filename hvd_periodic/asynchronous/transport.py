@@ -50,6 +50,9 @@ class Transport(ABC):
     def optimizer_state(self) -> Any:
         """Return a copy of the state of the center's optimizer."""
 
+    def end(self) -> None:
+        """Tell the other ranks that this worker, whose process ends without finalize(), exchanges no more."""
+
     def pause(self) -> None:
         """Expect no messages for some time."""
 

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -212,7 +212,8 @@ class Worker:
     def _in_rounds(self, quorum: Quorum) -> Transport:
         communicator = self.communicator
         if communicator.processes and communicator.shares_memory():
-            communicator.shared_memory(1)  # From now on, the ranks of one host know which of them are dead.
+            with suppress(NoSharedMemoryError):
+                communicator.shared_memory(1)  # From now on, the ranks of one host know which of them are dead.
         rounds = Rounds(communicator.global_ranks, quorum, lambda: communicator.tracker.timeout)
         channels = communicator.messages(), communicator.messages()
         ranks, root = communicator.global_ranks, self.membership.root
@@ -375,10 +376,21 @@ class Worker:
         """Check a state before it is loaded.
 
         Raises:
-            ValueError: the state of the center's optimizer was saved with other holders.
+            ValueError: the state of the center's optimizer was saved with other holders; or the state counts rounds,
+                and this training has none, or the other way round.
             RuntimeError: there is no transport yet, which decides who holds the center.
         """
         _ = self.transport
+        counted = state.get("pushes") or {}
+        in_rounds = bool(sum(counted.get("rounds", ())))
+        if in_rounds != (self._quorum is not None) and sum(counted.get("pushes", ())):
+            then, now = (
+                ("with a quorum", "asynchronous") if in_rounds else ("in asynchronous training", "with a quorum")
+            )
+            raise ValueError(
+                f"The state was saved {then}, and this training is {now}: their workers count what they have taken "
+                "differently. Start from its center instead"
+            )
         holders = Sharded(self.communicator, self.membership.root) if self._has_shards else self.placements[0]
         holders.select(state["center_optimizer"])
 
@@ -462,6 +474,9 @@ def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[No
         communicator.abort()
     if not all(worker.finished for worker in workers):
         logger.warning("Rank %d exits without finalize(), and waits for the others", communicator.rank)
+        for worker in workers:
+            if not worker.finished:
+                worker.transport.end()
     while True:
         look = communicator.begin_idle_barrier(0)
         while (number := look()) is None:

@@ -81,7 +81,9 @@ def _keep_state(optimizer: Any, former: Mapping[str, Any]) -> None:
             average.assign(variable)
     for name, new in vars(optimizer).items():
         old, pairs = former.get(name), [(new, former.get(name))]
-        if isinstance(new, list) and isinstance(old, list) and name != "_trainable_variables":
+        if name in ("_variables", "_trainable_variables"):  # Not by trained variable, though their number may agree.
+            continue
+        if isinstance(new, list) and isinstance(old, list):
             here = len(new) == len(trained) and len(old) == len(then)
             pairs = [(new[i], old[j]) for i, j in stays] if here else []
         for variable, kept in pairs:

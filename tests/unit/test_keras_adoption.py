@@ -298,6 +298,19 @@ def test_variables_whose_names_are_alike_keep_theirs() -> None:
     assert [name for name, _ in optimizer.synchronizer.replica.named.parameters] == ["x_2", "x"]
 
 
+def test_as_many_variables_as_the_optimizer_has_of_its_own() -> None:
+    """Plain SGD has two, its iterations and its rate, and two are trained before and after."""
+    a, b, c = (variable(name, [1.0]) for name in "abc")
+    inner = keras.optimizers.SGD(0.125)
+    optimizer = hvdp.PeriodicOptimizer(inner, None, hvdp.Averaging(), 2, process_set=LocalCommunicator())
+    optimizer.build([a, b])
+    for before, trained in (([a, b], [c, a]), ([c, a], [b, c])):
+        optimizer.apply([tf.ones_like(x.value) for x in before], before)
+        done = int(inner.iterations)
+        optimizer.adopt(trained)
+        assert (float(inner.learning_rate), int(inner.iterations)) == (0.125, done)
+
+
 def test_a_rate_that_is_set_on_the_outer_optimizer_counts() -> None:
     outer, w = keras.optimizers.SGD(0.5), variable("w", [0.0])
     optimizer = hvdp.AGNOptimizer(

@@ -183,10 +183,66 @@ def test_who_is_leaving_waits_for_the_last_round() -> None:
     rounds.come(2)
     assert rounds.members() == [2]
     rounds.close([2])
-    rounds.apart(2, starts=True)
-    assert rounds.members() is None, "it saves"
     rounds.come(2, leaving=True)
     assert rounds.members() == [0, 1, 2]
+
+
+def test_who_is_leaving_waits_for_those_who_are_not_back_from_a_call_of_all() -> None:
+    rounds, _ = at_rest(Quorum(2, 0.5))
+    for worker in range(3):
+        rounds.apart(worker, starts=True)
+    for worker in (0, 1):
+        rounds.apart(worker, starts=False)
+        rounds.come(worker, leaving=True)
+    assert rounds.members() is None
+    rounds.apart(2, starts=False)
+    rounds.come(2, leaving=True)
+    assert rounds.members() == [0, 1, 2]
+
+
+def test_save_on_some_ranks_and_finalize_on_others_is_an_error() -> None:
+    """Each would wait for the other."""
+    rounds, _ = at_rest(Quorum(2, 0.5))
+    rounds.come(0, leaving=True)
+    for worker in (1, 2):
+        rounds.apart(worker, starts=True)
+    assert rounds.members() is None
+    assert rounds.failure is not None
+    assert rounds.failure.startswith("Rank 11 is in save() or another call that all ranks make, and rank 10 in")
+
+
+def test_who_ends_without_finalize_is_not_waited_for() -> None:
+    rounds, clock = at_rest(Quorum(2, 0.5))
+    rounds.end(2)
+    rounds.come(0)
+    clock.now = 9.0
+    assert rounds.members() is None, "q is 2, and worker 1 trains"
+    rounds.come(1)
+    assert rounds.members() == [0, 1]
+    rounds.close([0, 1])
+    for worker in (0, 1):
+        rounds.come(worker, leaving=True)
+    assert rounds.members() == [0, 1]
+
+
+def test_a_grace_may_be_longer_than_the_timeout() -> None:
+    rounds, clock = at_rest(Quorum(2, grace=10.0), timeout=5.0)
+    for worker in (0, 1):
+        rounds.come(worker)
+    clock.now = 8.0
+    assert rounds.members() is None
+    clock.now = 11.5
+    assert (rounds.members(), rounds.failure) == ([0, 1], None)
+
+
+def test_after_the_timeout_who_trains_is_told_although_others_leave() -> None:
+    rounds, clock = at_rest(Quorum(2), timeout=5.0)
+    rounds.come(0, leaving=True)
+    rounds.come(1)
+    clock.now = 7.0
+    assert rounds.members() is None
+    assert "longer than timeout_seconds=5" in str(rounds.failure)
+    assert rounds.given_up == []
 
 
 def test_after_the_timeout_a_round_fails_and_those_who_leave_go_on() -> None:
