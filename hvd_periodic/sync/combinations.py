@@ -48,6 +48,15 @@ def check_outer(given: bool, algorithm: Algorithm, variant: Algorithm) -> None:
         )
 
 
+def check_schedule(schedule: Schedule, asynchronous: bool) -> None:
+    """Raise a ValueError if the schedule gives workers different numbers of steps where they exchange together."""
+    if schedule.asynchronous_only and not asynchronous:
+        raise ValueError(
+            f"{type(schedule).__name__} gives each worker its own number of local steps, and workers exchange together "
+            f"without asynchronous=True, also with a quorum: pass that, or another period. Received: {schedule!r}"
+        )
+
+
 def as_staleness_power(power: float, algorithm: Algorithm, asynchronous: bool, quorum: bool) -> float:
     """Return the power of the discount of what is stale, validated.
 

@@ -36,6 +36,7 @@ from hvd_periodic.sync.combinations import (
     check_bounds,
     check_outer,
     check_participation,
+    check_schedule,
     check_weight,
 )
 from hvd_periodic.sync.differences import Differences
@@ -195,6 +196,8 @@ class ReplicaSynchronizer(Generic[V]):
             _refuse(weight is not None, "weight", weight, "no mean is taken")
             _refuse(max_message_norm is not None, "max_message_norm", max_message_norm, "no bounds are kept")
             _refuse(max_mean_norm is not None, "max_mean_norm", max_mean_norm, "no mean is taken")
+        schedule = as_schedule(schedule, "schedule")
+        check_schedule(schedule, bool(asynchronous))
         if quorum is not None:
             self._refuse_with_quorum(
                 quorum,
@@ -219,7 +222,7 @@ class ReplicaSynchronizer(Generic[V]):
         replica.parameters.layout, cut = cut_into_fragments(replica.parameters.layout, fragments, whole_tensors)
         outer = cast(CloneableOptimizer, outer).per_fragment(cut) if outer is not None and len(cut) > 1 else outer
         self.policy = as_local_state(optimizer_state)
-        schedule = by_fragments(as_schedule(schedule, "schedule"), len(cut))
+        schedule = by_fragments(schedule, len(cut))
         self.replica = replica
         variant = exchanger.suited(algorithm, communicator.size)
         check_outer(outer is not None, algorithm, variant)
