@@ -164,10 +164,10 @@ class HubTransport(ServiceTransport):
     def _hub(self) -> Hub:
         return cast(Hub, self._own)
 
-    def sizes(self) -> tuple[int, int, int]:
-        """Return the number of integers of what a worker says, of the verdict on a round, and of payloads."""
+    def sizes(self) -> tuple[int, int]:
+        """Return the number of integers of what a worker says, and of the verdict on a round."""
         width = len(integers(Record(0, 0)))
-        return width + self._rates, 5 + self.workers * (1 + width) + _TEXT // 8, self._count
+        return width + self._rates, 4 + self.workers * (1 + width) + _TEXT // 8
 
     def _send(self, sent: Contribution) -> tuple[np.ndarray, Iterator[np.ndarray]]:
         """Send what this worker has; return the verdict, and the vectors to pull."""

@@ -22,10 +22,12 @@ class Transport(ABC):
     Attributes:
         description: describes the transport, for the log.
         missed: the staleness of the last exchange: pushes of other workers since this worker took the center before.
+        relative_speed: the speed of this worker relative to the fastest, as of the last exchange; 0: not known yet.
     """
 
     description: str
     missed = 0
+    relative_speed = 0.0
 
     @abstractmethod
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
@@ -112,7 +114,7 @@ class MemoryTransport(Transport):
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Run the transactions in shared memory, bucket by bucket."""
         with self._memory.lock(self._count):
-            self.missed = self._center.ledger.begin(self._rank)
+            self.missed, self.relative_speed = self._center.ledger.begin(self._rank, exchange.speed)
         exchange = replace(exchange, staleness=self.missed)
         if self._optimized:
             yield from self._step(payloads, exchange)

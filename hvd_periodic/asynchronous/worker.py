@@ -249,8 +249,9 @@ class Worker:
 
         moved = False
         with self.transaction():
-            # All buckets, or none if nobody had anything to contribute to a round.
-            for (part, bucket), pulled in zip(buckets, self.transport.exchange(exchange, payloads()), strict=False):
+            # All buckets, or none if nobody had anything to contribute to a round. The transport comes first: asked for
+            # one bucket more, it receives the staleness.
+            for pulled, (part, bucket) in zip(self.transport.exchange(exchange, payloads()), buckets, strict=False):
                 moved = True
                 center = self._replica.from_host(pulled, bucket)
                 if self.on_pull is not None:

@@ -43,7 +43,8 @@ class RankSummary:
         kept: seconds for which others waited for this rank, the last to arrive, summed over them; None likewise.
         last: share of the exchanges at which it arrived last; None likewise.
         bytes_sent: bytes handed to collectives, or pushed.
-        staleness: mean number of pushes of others between two of its own; None if exchange is synchronous.
+        staleness: mean number of pushes of others between two of its own; with a quorum, of rounds without it; None if
+            exchange is synchronous.
         left_out: exchanges from which it was excluded because its replica was not finite.
         skipped_updates: local steps whose update was skipped.
     """
@@ -280,9 +281,8 @@ def _rounds(part: Part) -> Iterator[dict[int, float]]:
     for rank, segment in part.segments.items():
         for report in segment.reports:
             if report.waited is not None:
-                number = report.rounds if report.number is None else report.number
-                size = len(part.ranks) if report.members is None else len(report.members)
-                by_round.setdefault((number, size), {})[rank] = report.waited
+                met = report.number or report.rounds, len(report.members or part.ranks)
+                by_round.setdefault(met, {})[rank] = report.waited
     yield from (waits for (_, size), waits in by_round.items() if len(waits) == size > 1)
 
 
@@ -371,7 +371,14 @@ def _of_waiting(summary: RunSummary) -> Iterator[str]:
         most = max(stale, key=lambda each: each.staleness or 0.0)
         others = np.mean([each.staleness or 0.0 for each in stale if each is not most])
         if (most.staleness or 0.0) > 2 * max(float(others), 1.0):
-            yield (
-                f"Rank {most.rank} ({most.host}) misses {most.staleness:.3g} pushes of others between its own, and the "
-                f"others {others:.3g}: it is slower, and pulls towards a center that has moved on."
-            )
+            late = f"Rank {most.rank} ({most.host}) misses {most.staleness:.3g}"
+            if summary.asynchronous:
+                yield (
+                    f"{late} pushes of others between its own, and the others {others:.3g}: it is slower, and pulls "
+                    "towards a center that has moved on."
+                )
+            else:
+                yield (
+                    f"{late} rounds between two of its own, and the others {others:.3g}: it is late again and "
+                    "again, and asynchronous=True suits it better than a quorum."
+                )

@@ -182,11 +182,15 @@ def _exchange(span: Span, thread: TraceThread) -> Iterator[Event]:
     details |= {
         name: value if math.isfinite(value) else str(value) for name, value in known.items()
     }  # JSON has no NaN.
-    if report.missed:
+    name, waiting = f"exchange {report.rounds}", "handshake"
+    if report.members is not None:
+        name, waiting = f"round {report.number}", "waiting for the close"
+        details |= {"ranks in it": ", ".join(map(str, report.members)), "rounds missed before": report.missed}
+    elif report.missed:
         details["pushes of others missed"] = report.missed
-    yield _slice(f"exchange {report.rounds}", span.begin, span.end, thread, details)
+    yield _slice(name, span.begin, span.end, thread, details)
     if report.waited is not None:
-        yield _slice("handshake", span.begin, span.met, thread, {})
+        yield _slice(waiting, span.begin, span.met, thread, {})
 
 
 def _arrows(
@@ -197,9 +201,10 @@ def _arrows(
     for rank, of_rank in spans.items():
         for span in of_rank:
             if span.report.waited is not None:
-                by_round.setdefault(span.report.rounds, {})[rank] = span
+                by_round.setdefault(span.report.number or span.report.rounds, {})[rank] = span
     for met in by_round.values():
-        if len(met) < len(part.ranks) or len(met) < 2:
+        members = next(iter(met.values())).report.members or part.ranks
+        if len(met) < len(members) or len(met) < 2:
             continue
         last = min(met, key=lambda rank: met[rank].report.waited or 0.0)
         since = met[last].begin

@@ -84,6 +84,7 @@ def _refusal(synchronizer: Any) -> str | None:
     """Return the kind of training that cannot adopt, the same on all ranks; or None."""
     membership, exchanger = synchronizer.membership, synchronizer.exchanger
     refused = {
+        "with a quorum": exchanger.context.quorum is not None,
         "with asynchronous=True": not exchanger.steps_agree,
         "under elastic Horovod": membership.communicator.elastic,
         "where ranks exchange in groups of their own": membership.is_lockstep_group,

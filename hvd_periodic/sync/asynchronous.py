@@ -101,7 +101,6 @@ class Asynchronous(Exchanger[V]):
             if problem is not None:
                 raise RuntimeError(problem)
             own = own if excluded else with_distance(self, own)
-            plan = query(context.planner.schedule, own.clock)
             size, gradients = context.membership.communicator.size, max(own.counters.gradients, 1)
             with context.handshake.remember_failure(step):
                 if excluded:
@@ -110,9 +109,15 @@ class Asynchronous(Exchanger[V]):
                     reset_to_center(self.tensor_groups, context, excluded)
                 else:
                     presence = {} if self.presence is None else self.presence.alone(own.notes.seen)
-                    exchange = Exchange(size, own.clock.period, gradients, presence=presence, rates=self._rates())
+                    speed = 1 / own.step_seconds if own.step_seconds else 0.0
+                    exchange = Exchange(
+                        size, own.clock.period, gradients, presence=presence, rates=self._rates(), speed=speed
+                    )
                     sent = self.worker.exchange(list(self.tensor_groups), exchange)
                     missed = self.worker.transport.missed
+                # After the push, at which workers learn how fast they are.
+                clock = replace(own.clock, relative_speed=self.worker.transport.relative_speed or None)
+                plan = query(context.planner.schedule, clock)
             notes = ScheduleState(memory=plan.memory)
             progress.advance(step, plan.next_exchange, notes, started, not excluded, bool(excluded), sent, missed)
             context.handshake.notify_followers()

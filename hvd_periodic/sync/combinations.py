@@ -48,6 +48,15 @@ def check_outer(given: bool, algorithm: Algorithm, variant: Algorithm) -> None:
         )
 
 
+def check_schedule(schedule: Schedule, asynchronous: bool) -> None:
+    """Raise a ValueError if the schedule gives workers different numbers of steps where they exchange together."""
+    if schedule.asynchronous_only and not asynchronous:
+        raise ValueError(
+            f"{type(schedule).__name__} gives each worker its own number of local steps, and workers exchange together "
+            f"without asynchronous=True, also with a quorum: pass that, or another period. Received: {schedule!r}"
+        )
+
+
 def as_staleness_power(power: float, algorithm: Algorithm, asynchronous: bool, quorum: bool) -> float:
     """Return the power of the discount of what is stale, validated.
 
@@ -123,6 +132,16 @@ def as_quorum(
                 stacklevel=1,  # Python shows a text from one line once.
             )
     return None if quorum == size else Quorum(quorum, grace)
+
+
+def refuse_with_quorum(quorum: int, **options: tuple[object, bool]) -> None:
+    """Raise a ValueError for options, each with its value and whether it was asked for, that a quorum excludes."""
+    for option, (received, given) in options.items():
+        if given:
+            raise ValueError(
+                f"`{option}` is not available with `quorum`, where ranks may be missing in a round. Received: "
+                f"{option}={received!r}, quorum={quorum!r}"
+            )
 
 
 def refuse_quorum(quorum: int | None, where: str) -> None:

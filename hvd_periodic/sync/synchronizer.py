@@ -36,7 +36,9 @@ from hvd_periodic.sync.combinations import (
     check_bounds,
     check_outer,
     check_participation,
+    check_schedule,
     check_weight,
+    refuse_with_quorum,
 )
 from hvd_periodic.sync.differences import Differences
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, check_agreement
@@ -195,8 +197,12 @@ class ReplicaSynchronizer(Generic[V]):
             _refuse(weight is not None, "weight", weight, "no mean is taken")
             _refuse(max_message_norm is not None, "max_message_norm", max_message_norm, "no bounds are kept")
             _refuse(max_mean_norm is not None, "max_mean_norm", max_mean_norm, "no mean is taken")
+        schedule = as_schedule(schedule, "schedule")
+        check_schedule(schedule, bool(asynchronous))
         if quorum is not None:
-            self._refuse_with_quorum(
+            if self.exchangers.quorum is None:
+                raise ValueError(f"`quorum` is for PyTorch and numpy. Received: quorum={quorum!r}")
+            refuse_with_quorum(
                 quorum,
                 asynchronous=(asynchronous, bool(asynchronous)),
                 overlap=(overlap, overlaps),
@@ -219,7 +225,7 @@ class ReplicaSynchronizer(Generic[V]):
         replica.parameters.layout, cut = cut_into_fragments(replica.parameters.layout, fragments, whole_tensors)
         outer = cast(CloneableOptimizer, outer).per_fragment(cut) if outer is not None and len(cut) > 1 else outer
         self.policy = as_local_state(optimizer_state)
-        schedule = by_fragments(as_schedule(schedule, "schedule"), len(cut))
+        schedule = by_fragments(schedule, len(cut))
         self.replica = replica
         variant = exchanger.suited(algorithm, communicator.size)
         check_outer(outer is not None, algorithm, variant)
@@ -273,17 +279,6 @@ class ReplicaSynchronizer(Generic[V]):
         self.handshake.checks += [replica.changes, self.gradients.assigned.name_parameters]
         if self.progress.is_new:
             self.exchanger.tensor_groups.reset()
-
-    def _refuse_with_quorum(self, quorum: int, **options: tuple[object, bool]) -> None:
-        """Raise a ValueError for options, each with its value and whether it was asked for, that a quorum excludes."""
-        if self.exchangers.quorum is None:
-            raise ValueError(f"`quorum` is for PyTorch and numpy. Received: quorum={quorum!r}")
-        for option, (received, given) in options.items():
-            if given:
-                raise ValueError(
-                    f"`{option}` is not available with `quorum`, where ranks may be missing in a round. Received: "
-                    f"{option}={received!r}, quorum={quorum!r}"
-                )
 
     def construct(self, replica: Replica[V], **arguments: Any) -> None:
         """Construct this object again, for another replica; without communication."""

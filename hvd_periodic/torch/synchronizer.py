@@ -307,6 +307,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
     def _constructed(self) -> tuple[Any, ...]:
         """Return the arguments of ``_restore``."""
+        if self.exchanger.context.quorum is not None:
+            raise TypeError("A synchronizer with a quorum cannot be copied or pickled: save its state_dict()")
         if self.exchanger.worker is not None:
             raise TypeError("An asynchronous synchronizer cannot be copied or pickled: save its state_dict()")
         if self.gradient_group is not None:

@@ -10,6 +10,7 @@ import torch
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.handshake import Purpose, Record
+from hvd_periodic.sync.combinations import refuse_quorum
 from hvd_periodic.torch.center import copied
 from hvd_periodic.torch.dtypes import as_real
 from hvd_periodic.torch.neutral import neutral
@@ -57,11 +58,16 @@ class Centers:
 
     Raises:
         TypeError: one of them is not an optimizer of this package.
+        ValueError: one of them has a quorum.
     """
 
     def __init__(self, optimizers: Iterable[Any]) -> None:
         self._optimizers = [unwrap(optimizer) for optimizer in optimizers]
         self.synchronizers: list[Synchronizer] = [optimizer.synchronizer for optimizer in self._optimizers]
+        for synchronizer in self.synchronizers:
+            quorum = synchronizer.exchanger.context.quorum
+            if quorum is not None:
+                refuse_quorum(quorum.size, "in a trainer, whose ranks wait for each other outside of exchanges")
         self._block = ExitStack()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -27,6 +28,7 @@ import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic.journal.files import read_run_log  # noqa: E402
 from hvd_periodic.torch import synchronizer as module  # noqa: E402
 from hvd_periodic.torch.replica import TorchReplica  # noqa: E402
+from hvd_periodic.torch.trainers import Centers  # noqa: E402
 
 scenario = Scenarios()
 
@@ -263,6 +265,9 @@ def refusals() -> Any:
         "diloco": make(hvdp.DiLoCo(), quorum=1),
         "levels": make(wrap=lambda inner: hvdp.PeriodicOptimizer(inner, [("x", x)], hvdp.EASGD(), 2), quorum=2),
         "center_device": make(quorum=2, center_device="cpu"),
+        "trainer": attempt(lambda: Centers([quadratic(hvdp.EASGD())[1]])),
+        "copy": attempt(lambda: copy.deepcopy(quadratic(hvdp.EASGD())[1])),
+        "adopt": attempt(lambda: quadratic(hvdp.EASGD())[1].adopt([("x", x)])),
         "buffers": attempt(
             lambda: hvdp.PeriodicOptimizer(
                 torch.optim.SGD(layer.parameters(), lr=0.1),
@@ -284,6 +289,9 @@ def test_refusals(ranks: list[dict[str, Any]]) -> None:
         "diloco": "`quorum` must be more than half of the ranks",
         "levels": "`quorum` is not available for several levels of optimizers",
         "center_device": "`quorum` is not available with `center_device`",
+        "trainer": "`quorum` is not available in a trainer",
+        "copy": "A synchronizer with a quorum cannot be copied or pickled",
+        "adopt": "adopt() is not available with a quorum",
         "buffers": "buffers='broadcast' is for synchronous exchange",
     }
     for name, text in expected.items():

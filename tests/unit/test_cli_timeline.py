@@ -198,3 +198,32 @@ def test_the_rules_find_what_breaks_them(changes: dict[str, Any], problem: str) 
     events_of(a_trace())
     with pytest.raises(AssertionError, match=problem):
         events_of(a_trace(**changes))
+
+
+def test_rounds_with_a_quorum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who took part in each, in the trace; in the report, how often a rank did, and how many rounds it missed."""
+    sets = [[0, 1, 2], [0, 1], [0, 1], [0, 1, 2]]
+
+    def work(communicator: Communicator) -> None:
+        x, options = np.zeros(8), {"process_set": communicator, "run_log": tmp_path / "run"}
+        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, DiLoCo(), 1, quorum=2, grace_seconds=0.5, **options)
+        optimizer.synchronizer.begin()
+        optimizer.synchronizer.exchanger.replay(sets)  # type: ignore[attr-defined]
+        communicator.allgather_object(None, "replayed")
+        for members in sets:
+            if communicator.rank in members:
+                optimizer.step([np.ones(8)])
+        optimizer.finalize()
+
+    run_ranks(3, work)
+    found = [(e["pid"], e["name"], e["args"]["ranks in it"]) for e in spans(traced(tmp_path / "run"), "round")]
+    assert sorted(found) == sorted(
+        (rank, f"round {number}", ", ".join(map(str, members)))
+        for number, members in enumerate(sets, 1)
+        for rank in members
+    )
+    capsys.readouterr()
+    assert main(["report", "--json", str(tmp_path / "run")]) == 0
+    (training,) = json.loads(capsys.readouterr().out)["trainings"]
+    assert (training["facts"]["quorum"], training["facts"]["grace_seconds"]) == (2, 0.5)
+    assert [(rank["exchanges"], rank["staleness"]) for rank in training["ranks"]] == [(4, 0), (4, 0), (2, 1)]

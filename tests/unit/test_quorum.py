@@ -605,3 +605,33 @@ def test_a_quorum_below_two_thirds_is_warned_of() -> None:
         assert [f"is less than two thirds of n={size} ranks" in str(each.message) for each in caught] == [
             True
         ] * expected
+
+
+def test_slowmo_takes_the_learning_rate_of_the_root_or_of_the_lowest_rank_in_the_round() -> None:
+    """The root is rank 1; learning rates differ between ranks, and every period moves rank i by −(i + 1)."""
+    rates, sets = (0.1, 0.2, 0.4), [[0, 1, 2], [0, 2], [1, 2], [0, 1]]
+
+    def work(communicator: Communicator) -> list[float]:
+        x, rank = np.zeros(1), communicator.rank
+        local = SGD(1.0)  # Equal at first, as it has to be; then a scheduler of each rank sets it.
+        options: dict[str, Any] = {"root_rank": 1, "quorum": 2, "process_set": communicator}
+        optimizer = PeriodicOptimizer(local, {"x": x}, SlowMo(0.5, 0.9), 1, **options)
+        optimizer.synchronizer.begin()
+        optimizer.synchronizer.exchanger.replay(sets)  # type: ignore[attr-defined]
+        communicator.allgather_object(None, "replayed")
+        local.learning_rate, centers = rates[rank], []
+        for members in sets:
+            if rank in members:
+                optimizer.step([np.array([(rank + 1) / rates[rank]])])
+            communicator.allgather_object(None, "closed")
+            centers.append(float(optimizer.synchronizer.state_dict()["vectors"]["parameters"]["center"]["x"][0]))
+            communicator.allgather_object(None, "seen")
+        return centers
+
+    c, u, expected = 0.0, 0.0, []
+    for members, rate in zip(sets, (0.2, 0.1, 0.2, 0.2), strict=True):
+        u = 0.5 * u + np.mean([rank + 1 for rank in members]) / rate
+        c -= 0.9 * rate * u
+        expected.append(c)
+    for centers in run_ranks(3, work):
+        assert centers == pytest.approx(expected, rel=1e-12)
