@@ -46,8 +46,8 @@ class Rounds:
         replayed: the workers of the rounds to come, which close with exactly these; then the quorum counts again.
 
     Example:
-        >>> rounds = Rounds([0, 1, 2], Quorum(2, grace=0.1), now=lambda: clock)
         >>> clock = 0.0
+        >>> rounds = Rounds([0, 1, 2], Quorum(2, grace=0.1), now=lambda: clock)
         >>> for worker in range(3):
         ...     rounds.come(worker)
         >>> rounds.members()
