@@ -23,19 +23,22 @@ class Ledger:
         taken: pushes of all workers, or rounds, when each worker last took the center.
         speeds: local steps per second of every worker, as it told at its last push, in float64; 0: not told yet.
         rounds: one integer: rounds of several workers; 0 if each pushes alone.
+        group: two integers: the number of the last group of workers that waited for each other's pushes, from 1, and
+            how many have joined it.
+        opened: one float64: the time, in seconds, when the first of them joined.
     """
 
     def __init__(self, buckets: int, memory: np.ndarray) -> None:
         self.memory = memory
-        workers = (memory.size - buckets - 1) // 3
-        places = np.cumsum([buckets, workers, workers, 1])
-        self.windows, self.pushes, self.taken, self.rounds, speeds = np.split(memory, places)
-        self.speeds = speeds.view(np.float64)
+        workers = (memory.size - buckets - 4) // 3
+        places = np.cumsum([buckets, workers, workers, 1, workers, 2])
+        self.windows, self.pushes, self.taken, self.rounds, speeds, self.group, opened = np.split(memory, places)
+        self.speeds, self.opened = speeds.view(np.float64), opened.view(np.float64)
 
     @staticmethod
     def size(buckets: int, workers: int) -> int:
         """Return the number of integers."""
-        return buckets + 3 * workers + 1
+        return buckets + 3 * workers + 4
 
     def begin(self, worker: int, speed: float) -> tuple[int, float]:
         """Count a push of a worker, and note its speed, unless that is 0 (unknown).
@@ -48,6 +51,29 @@ class Ledger:
         self.take([worker])
         self.speeds[worker] = speed or self.speeds[worker]
         return staleness, float(self.speeds[worker] / self.speeds.max()) if self.speeds.all() else 0.0
+
+    def gather(self, group: int, now: float, grace: float) -> tuple[int, float]:
+        """Let a worker that has pushed join the open group, or a new one; or look at the group in which it is.
+
+        A group is open from its first member on for ``grace`` seconds, or until all workers are in it.
+
+        Args:
+            group: the number of the group; 0: join.
+            now: the time in seconds.
+            grace: seconds.
+
+        Returns:
+            The number of the group, and the seconds for which it stays open; 0 if it is closed.
+        """
+        number, members = self.group.tolist()
+        left = max(0.0, self.opened[0] + grace - now) if 0 < members < self.pushes.size else 0.0
+        if group:
+            return group, float(left) if group == number else 0.0
+        if left == 0:
+            number, members = number + 1, 0
+            self.opened[0] = now
+        self.group[:] = number, members + 1
+        return self.gather(number, now, grace)
 
     def take(self, workers: Sequence[int]) -> None:
         """Note that workers take the center now."""

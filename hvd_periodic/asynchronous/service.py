@@ -25,14 +25,15 @@ REQUEST, ANSWER, _STATE_BYTES, _PAYLOAD = 0, 1, 2, 8
 """Tags of a request, of its answer, and of an optimizer's state; the tag of bucket i is ``_PAYLOAD + 2 i``, the tag of
 its reply one more."""
 
-_BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE, _RATES, _TAKE = range(8)
+_BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE, _RATES, _TAKE, _GATHER = range(9)
 """Requests, of six 64-bit integers: operation, bucket or holder, gradients, workers, and as float64 period and speed.
 
 ``_BEGIN`` describes the exchange of the payloads to follow; the first holder answers with the staleness of the push and
 the relative speed of the worker, as float64.
 Before it come ``_PRESENCE`` if the worker may be absent for some tensors, then its presence; and ``_RATES`` if the
 algorithm uses the worker's learning rates, then a float64 for every tensor of the first part. The answer to ``_STATE``
-is the number of bytes of the state, then the state; in ``_LOAD``, that number is in place of the bucket."""
+is the number of bytes of the state, then the state; in ``_LOAD``, that number is in place of the bucket. ``_GATHER``
+has a group in place of the bucket, and the grace in that of the period; the answer is the ledger's, as float64."""
 
 _PAUSE = 0.05
 """Seconds between two polls for messages while the service is paused."""
@@ -118,6 +119,17 @@ class ServiceTransport(Transport):
                 self._own.take(self._rank)
             else:
                 self._request(holder, _TAKE)
+
+    def gather(self, group: int, grace: float) -> tuple[int, float]:
+        """Ask the first holder, by its clock."""
+        first = self._holders[0]
+        if first == self._rank:
+            return self._own.gather(group, grace)
+        told = np.empty(2, np.float64)
+        answer = self._replies.receive(told, first, ANSWER)
+        self._request(first, _GATHER, group, grace)
+        answer.wait()
+        return int(told[0]), float(told[1])
 
     def read(self, index: int) -> np.ndarray:
         """Ask every holder for its share of a bucket."""
@@ -256,8 +268,10 @@ class ServiceTransport(Transport):
             if stop > start:
                 yield holder, start, stop
 
-    def _request(self, holder: int, operation: int, index: int = 0) -> None:
-        self._requests.send(np.array([operation, index, 0, 0, 0, 0], np.int64), holder, REQUEST).wait()
+    def _request(self, holder: int, operation: int, index: int = 0, seconds: float = 0.0) -> None:
+        header = np.array([operation, index, 0, 0, 0, 0], np.int64)
+        header[4:].view(np.float64)[0] = seconds
+        self._requests.send(header, holder, REQUEST).wait()
 
     def _answer(self, holder: int) -> int:
         answer = np.empty(1, np.int64)
@@ -308,6 +322,11 @@ class Service:
         """Note that a worker takes the center without a push."""
         with self._lock:
             self._center.ledger.take([worker])
+
+    def gather(self, group: int, grace: float) -> tuple[int, float]:
+        """As :meth:`.Ledger.gather`."""
+        with self._lock:
+            return self._center.ledger.gather(group, time.monotonic(), grace)
 
     def transact(self, index: int, payload: np.ndarray, worker: int) -> np.ndarray:
         """Run one transaction of a worker."""
@@ -447,6 +466,9 @@ class Service:
             self._presence[source] = presence_from_array(weights, self._names)
         elif operation == _TAKE:
             self.take(source)
+        elif operation == _GATHER:
+            told = self.gather(index, float(header[4:].view(np.float64)[0]))
+            self._send(np.array(told, np.float64), source, ANSWER)
         elif operation == _RATES:
             of_tensors = np.empty(len(self._center.parts[0].layout.specs), np.float64)
             self._requests.receive(of_tensors, source, ANSWER).wait()

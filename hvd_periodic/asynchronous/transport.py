@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,9 @@ from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors
 from hvd_periodic.comm.transports import SharedMemory
 from hvd_periodic.outer.framework import OuterOptimizer
+
+_LOOK = 0.005
+"""Seconds between two looks whether a group of workers is closed."""
 
 
 class Transport(ABC):
@@ -39,6 +43,17 @@ class Transport(ABC):
     @abstractmethod
     def take(self) -> None:
         """Note that this worker takes the center without a push."""
+
+    @abstractmethod
+    def gather(self, group: int, grace: float) -> tuple[int, float]:
+        """As :meth:`.Ledger.gather`, by a clock that all workers share."""
+
+    def wait_for_group(self, grace: float) -> None:
+        """Join a group after a push; wait until it is closed, so that all pushes of its members are in the center."""
+        group, left = self.gather(0, grace)
+        while left:
+            time.sleep(min(left, _LOOK))
+            group, left = self.gather(group, grace)
 
     @abstractmethod
     def read(self, index: int) -> np.ndarray:
@@ -128,6 +143,11 @@ class MemoryTransport(Transport):
         """Note it in the ledger."""
         with self._memory.lock(self._count):
             self._center.ledger.take([self._rank])
+
+    def gather(self, group: int, grace: float) -> tuple[int, float]:
+        """Ask the ledger, by the clock of the host."""
+        with self._memory.lock(self._count):
+            return self._center.ledger.gather(group, time.monotonic(), grace)
 
     def read(self, index: int) -> np.ndarray:
         """Copy a bucket under its lock."""

@@ -261,6 +261,19 @@ class Worker:
                 part.remember_taken()
         return sum(bucket.nbytes for _, bucket in buckets)
 
+    def wait_for_group(self, parts: Sequence[TensorGroup[Any]], grace: float) -> float:
+        """Wait, after a push, for those who push within ``grace`` seconds of the first of a group; take the center.
+
+        Return the seconds for which this worker has waited.
+        """
+        since = time.perf_counter()
+        self.transport.wait_for_group(grace)
+        waited = time.perf_counter() - since
+        with self.transaction():
+            self.transport.take()
+            self.take(parts)
+        return waited
+
     def number(self, part: int, key: str, bucket: Bucket) -> int:
         """Return the number of a bucket of a vector, see :func:`~.center_in_memory.numbered`."""
         return self._numbers[part, key, bucket.index]
