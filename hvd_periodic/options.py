@@ -87,7 +87,9 @@ class ExchangeOptions(TypedDict, total=False):
             ``root_rank``, which may be late itself, but which has to run. None, or the number of ranks: every exchange
             waits for all.
         grace_seconds: seconds that a round stays open after the q-th rank came. 0 leaves somebody out whenever ranks
-            are apart by milliseconds. None: a tenth of the time from the last close until then.
+            are apart by milliseconds. None: a tenth of the time from the last close until then. In asynchronous
+            averaging, DiLoCo, SlowMo and BMUF: workers that push within so many seconds after the first of a group
+            wait until then, or until all workers are in the group, and take the center after its last push. None: 0.
         run_log: a folder; every rank appends one line of JSON per exchange to its own file ``rank-K.jsonl`` in it.
             None: the folder in the environment variable ``HVD_PERIODIC_RUN_LOG``, if it is set. False: no log. Copies
             of the optimizer write none.

@@ -19,12 +19,12 @@ CORE = frozenset(
     for name in (
         *(f"conformance/test_{name}" for name in ("algorithms", "messages", "placements", "schedules")),
         *(f"unit/test_{name}" for name in ("arguments", "checkpoint_files", "clock", "compression", "consistency")),
-        *(f"unit/test_{name}" for name in ("deferred", "failures", "fragments", "layout", "limits", "mirrors")),
+        *(f"unit/test_{name}" for name in ("deferred", "dylu", "failures", "fragments", "layout", "limits", "mirrors")),
         *(f"unit/test_{name}" for name in ("adoption", "complex", "norm_bounds", "participation", "presence")),
         *(f"unit/test_{name}" for name in ("delayed", "packed", "presence_life", "quorum", "rows", "sockets")),
         *(f"unit/test_{name}" for name in ("optimizer_state", "oracle", "outer_algorithms", "overlap", "schedules")),
         *(f"unit/test_{name}" for name in ("semantics", "startup", "state", "subset", "threads", "together")),
-        *(f"unit/test_{name}" for name in ("values", "waiting", "weights_by_work")),
+        *(f"unit/test_{name}" for name in ("grace", "values", "waiting", "weights_by_work")),
     )
 )
 """Files whose tests need numpy alone, and have threads as ranks: ``-m core``."""

@@ -38,6 +38,8 @@ class Exchange:
             use it. Algorithms can ignore it: the caller sets ``learning_rate`` from it.
         staleness: in asynchronous exchange, pushes of other workers since this worker took the center.
         completes: in asynchronous exchange, whether this push completes a window of n pushes.
+        speed: in asynchronous exchange, local steps per second of the worker that pushes, in the period that ends; 0 if
+            unknown. Algorithms can ignore it: schedules go by it.
 
     In a compiled graph, all attributes but ``size`` are scalars of the graph.
     """
@@ -52,6 +54,7 @@ class Exchange:
     rates: Sequence[float] = field(default=(), hash=False)
     staleness: int = 0
     completes: bool = False
+    speed: float = 0.0
 
 
 class Algorithm(ABC):

@@ -1,4 +1,4 @@
-"""The counts of pushes that every holder of an asynchronous center keeps with its share."""
+"""The counts of pushes, and the speeds of workers, that every holder of an asynchronous center keeps with its share."""
 
 from __future__ import annotations
 
@@ -21,26 +21,59 @@ class Ledger:
         windows: pushes to every bucket since the last window of n pushes was complete (k).
         pushes: pushes of every worker.
         taken: pushes of all workers, or rounds, when each worker last took the center.
+        speeds: local steps per second of every worker, as it told at its last push, in float64; 0: not told yet.
         rounds: one integer: rounds of several workers; 0 if each pushes alone.
+        group: two integers: the number of the last group of workers that waited for each other's pushes, from 1, and
+            how many have joined it.
+        opened: one float64: the time, in seconds, when the first of them joined.
     """
 
     def __init__(self, buckets: int, memory: np.ndarray) -> None:
         self.memory = memory
-        workers = (memory.size - buckets - 1) // 2
-        places = np.cumsum([buckets, workers, workers])
-        self.windows, self.pushes, self.taken, self.rounds = np.split(memory, places)
+        workers = (memory.size - buckets - 4) // 3
+        places = np.cumsum([buckets, workers, workers, 1, workers, 2])
+        self.windows, self.pushes, self.taken, self.rounds, speeds, self.group, opened = np.split(memory, places)
+        self.speeds, self.opened = speeds.view(np.float64), opened.view(np.float64)
 
     @staticmethod
     def size(buckets: int, workers: int) -> int:
         """Return the number of integers."""
-        return buckets + 2 * workers + 1
+        return buckets + 3 * workers + 4
 
-    def begin(self, worker: int) -> int:
-        """Count a push of a worker; return its staleness, the pushes of others since the worker took the center."""
+    def begin(self, worker: int, speed: float) -> tuple[int, float]:
+        """Count a push of a worker, and note its speed, unless that is 0 (unknown).
+
+        Return its staleness, the pushes of others since the worker took the center; and its speed relative to the
+        fastest worker, v_i / max_j v_j, or 0 until all have told theirs.
+        """
         staleness = int(self.pushes.sum() - self.taken[worker])
         self.pushes[worker] += 1
         self.take([worker])
-        return staleness
+        self.speeds[worker] = speed or self.speeds[worker]
+        return staleness, float(self.speeds[worker] / self.speeds.max()) if self.speeds.all() else 0.0
+
+    def gather(self, group: int, now: float, grace: float) -> tuple[int, float]:
+        """Let a worker that has pushed join the open group, or a new one; or look at the group in which it is.
+
+        A group is open from its first member on for ``grace`` seconds, or until all workers are in it.
+
+        Args:
+            group: the number of the group; 0: join.
+            now: the time in seconds.
+            grace: seconds.
+
+        Returns:
+            The number of the group, and the seconds for which it stays open; 0 if it is closed.
+        """
+        number, members = self.group.tolist()
+        left = max(0.0, self.opened[0] + grace - now) if 0 < members < self.pushes.size else 0.0
+        if group:
+            return group, float(left) if group == number else 0.0
+        if left == 0:
+            number, members = number + 1, 0
+            self.opened[0] = now
+        self.group[:] = number, members + 1
+        return self.gather(number, now, grace)
 
     def take(self, workers: Sequence[int]) -> None:
         """Note that workers take the center now."""
@@ -56,12 +89,12 @@ class Ledger:
         self.pushes[list(workers)] += 1
         self.take(workers)
 
-    def save(self) -> dict[str, list[int]]:
-        """Return the counts as lists."""
-        return {name: getattr(self, name).tolist() for name in ("windows", "pushes", "taken", "rounds")}
+    def save(self) -> dict[str, list[Any]]:
+        """Return the counts and speeds as lists."""
+        return {name: getattr(self, name).tolist() for name in ("windows", "pushes", "taken", "rounds", "speeds")}
 
-    def load(self, saved: Mapping[str, list[int]], taking: Sequence[int] = ()) -> None:
-        """Set the counts to those that :meth:`save` returned; of another number of workers, only the open windows.
+    def load(self, saved: Mapping[str, list[Any]], taking: Sequence[int] = ()) -> None:
+        """Set all to what :meth:`save` returned; of another number of workers, only the open windows.
 
         Args:
             saved: the counts; empty: zeros.

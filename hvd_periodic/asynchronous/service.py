@@ -25,13 +25,15 @@ REQUEST, ANSWER, _STATE_BYTES, _PAYLOAD = 0, 1, 2, 8
 """Tags of a request, of its answer, and of an optimizer's state; the tag of bucket i is ``_PAYLOAD + 2 i``, the tag of
 its reply one more."""
 
-_BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE, _RATES, _TAKE = range(8)
-"""Requests, of five 64-bit integers: operation, bucket or holder, gradients, workers, and the period as a float64.
+_BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE, _RATES, _TAKE, _GATHER = range(9)
+"""Requests, of six 64-bit integers: operation, bucket or holder, gradients, workers, and as float64 period and speed.
 
-``_BEGIN`` describes the exchange of the payloads to follow; the first holder answers with the staleness of the push.
+``_BEGIN`` describes the exchange of the payloads to follow; the first holder answers with the staleness of the push and
+the relative speed of the worker, as float64.
 Before it come ``_PRESENCE`` if the worker may be absent for some tensors, then its presence; and ``_RATES`` if the
 algorithm uses the worker's learning rates, then a float64 for every tensor of the first part. The answer to ``_STATE``
-is the number of bytes of the state, then the state; in ``_LOAD``, that number is in place of the bucket."""
+is the number of bytes of the state, then the state; in ``_LOAD``, that number is in place of the bucket. ``_GATHER``
+has a group in place of the bucket, and the grace in that of the period; the answer is the ledger's, as float64."""
 
 _PAUSE = 0.05
 """Seconds between two polls for messages while the service is paused."""
@@ -102,13 +104,13 @@ class ServiceTransport(Transport):
 
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Send bucket by bucket, and receive the buckets that the worker pulls."""
-        staleness = self._begin(exchange)
+        told = self._begin(exchange)
         optimized = [next(payloads) for _ in range(self._optimized)]
         if optimized:
             yield from self._step(optimized)
         for index in range(self._optimized, self._count):
             yield self._transact(index, next(payloads))
-        self.missed = staleness()
+        self.missed, self.relative_speed = told()
 
     def take(self) -> None:
         """Tell every holder, which has noted it when this worker's next push arrives."""
@@ -117,6 +119,17 @@ class ServiceTransport(Transport):
                 self._own.take(self._rank)
             else:
                 self._request(holder, _TAKE)
+
+    def gather(self, group: int, grace: float) -> tuple[int, float]:
+        """Ask the first holder, by its clock."""
+        first = self._holders[0]
+        if first == self._rank:
+            return self._own.gather(group, grace)
+        told = np.empty(2, np.float64)
+        answer = self._replies.receive(told, first, ANSWER)
+        self._request(first, _GATHER, group, grace)
+        answer.wait()
+        return int(told[0]), float(told[1])
 
     def read(self, index: int) -> np.ndarray:
         """Ask every holder for its share of a bucket."""
@@ -188,9 +201,9 @@ class ServiceTransport(Transport):
             raise RuntimeError("This rank does not hold the center")
         return self._service
 
-    def _begin(self, exchange: Exchange) -> Callable[[], int]:
-        """Announce the payloads of an exchange; return a function that waits for its staleness."""
-        sent, own = [], 0
+    def _begin(self, exchange: Exchange) -> Callable[[], tuple[int, float]]:
+        """Announce the payloads of an exchange; return a function that waits for what :meth:`Ledger.begin` returns."""
+        sent, own = [], (0, 0.0)
         for place, holder in enumerate(self._holders):
             if holder != self._rank:
                 if exchange.presence:
@@ -199,23 +212,23 @@ class ServiceTransport(Transport):
                 if exchange.rates:
                     self._request(holder, _RATES)
                     self._requests.send(np.array(exchange.rates, np.float64), holder, ANSWER).wait()
-                header = np.array([_BEGIN, place, exchange.gradients, exchange.size, 0], np.int64)
-                header[4:].view(np.float64)[0] = exchange.period
+                header = np.array([_BEGIN, place, exchange.gradients, exchange.size, 0, 0], np.int64)
+                header[4:].view(np.float64)[:] = exchange.period, exchange.speed
                 sent.append(self._requests.send(header, holder, REQUEST))
             else:
                 own = self._own.begin(self._rank, exchange)
         first = self._holders[0]
         if first != self._rank:
-            counts = np.empty(1, np.int64)
-            reply = self._replies.receive(counts, first, ANSWER)
+            told = np.empty(2, np.float64)
+            reply = self._replies.receive(told, first, ANSWER)
 
-        def wait() -> int:
+        def wait() -> tuple[int, float]:
             for request in sent:
                 request.wait()
             if first == self._rank:
                 return own
             reply.wait()
-            return int(counts[0])
+            return int(told[0]), float(told[1])
 
         return wait
 
@@ -255,8 +268,10 @@ class ServiceTransport(Transport):
             if stop > start:
                 yield holder, start, stop
 
-    def _request(self, holder: int, operation: int, index: int = 0) -> None:
-        self._requests.send(np.array([operation, index, 0, 0, 0], np.int64), holder, REQUEST).wait()
+    def _request(self, holder: int, operation: int, index: int = 0, seconds: float = 0.0) -> None:
+        header = np.array([operation, index, 0, 0, 0, 0], np.int64)
+        header[4:].view(np.float64)[0] = seconds
+        self._requests.send(header, holder, REQUEST).wait()
 
     def _answer(self, holder: int) -> int:
         answer = np.empty(1, np.int64)
@@ -296,17 +311,22 @@ class Service:
         self._stopping.set()
         self._thread.join()
 
-    def begin(self, worker: int, exchange: Exchange) -> int:
-        """Count a push of a worker, and note what is known of it; return its staleness."""
+    def begin(self, worker: int, exchange: Exchange) -> tuple[int, float]:
+        """Count a push of a worker, and note what is known of it; return its staleness and relative speed."""
         with self._lock:
-            staleness = self._center.ledger.begin(worker)
+            staleness, relative_speed = self._center.ledger.begin(worker, exchange.speed)
             self._exchanges[worker] = replace(exchange, staleness=staleness)
-            return staleness
+            return staleness, relative_speed
 
     def take(self, worker: int) -> None:
         """Note that a worker takes the center without a push."""
         with self._lock:
             self._center.ledger.take([worker])
+
+    def gather(self, group: int, grace: float) -> tuple[int, float]:
+        """As :meth:`.Ledger.gather`."""
+        with self._lock:
+            return self._center.ledger.gather(group, time.monotonic(), grace)
 
     def transact(self, index: int, payload: np.ndarray, worker: int) -> np.ndarray:
         """Run one transaction of a worker."""
@@ -395,7 +415,7 @@ class Service:
             ValueError: a worker sends neither with this tag.
         """
         if tag == REQUEST:
-            return np.empty(5, np.int64)
+            return np.empty(6, np.int64)
         index, reply = divmod(tag - _PAYLOAD, 2)
         if reply or not 0 <= index < self._center.count:
             raise ValueError(f"it sent message {tag} to a center of {self._center.count} buckets")
@@ -423,12 +443,12 @@ class Service:
     def _answer(self, source: int, header: np.ndarray) -> None:
         operation, index = int(header[0]), int(header[1])
         if operation == _BEGIN:
-            period = float(header[4:].view(np.float64)[0])
+            period, speed = header[4:].view(np.float64).tolist()
             presence, rates = self._presence.pop(source, {}), self._rates.pop(source, [])
-            exchange = Exchange(int(header[3]), period, int(header[2]), presence=presence, rates=rates)
-            staleness = self.begin(source, exchange)
+            exchange = Exchange(int(header[3]), period, int(header[2]), presence=presence, rates=rates, speed=speed)
+            told = self.begin(source, exchange)
             if index == 0:
-                self._send(np.array([staleness], np.int64), source, ANSWER)
+                self._send(np.array(told, np.float64), source, ANSWER)
         elif operation == _READ:
             self._send(self.read(index), source, payload_tag(index) + 1)
         elif operation == _STATE:
@@ -446,6 +466,9 @@ class Service:
             self._presence[source] = presence_from_array(weights, self._names)
         elif operation == _TAKE:
             self.take(source)
+        elif operation == _GATHER:
+            told = self.gather(index, float(header[4:].view(np.float64)[0]))
+            self._send(np.array(told, np.float64), source, ANSWER)
         elif operation == _RATES:
             of_tensors = np.empty(len(self._center.parts[0].layout.specs), np.float64)
             self._requests.receive(of_tensors, source, ANSWER).wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,9 @@ from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, Exchanged
 from hvd_periodic.comm.transports import SharedMemory
 from hvd_periodic.outer.framework import OuterOptimizer
 
+_LOOK = 0.005
+"""Seconds between two looks whether a group of workers is closed."""
+
 
 class Transport(ABC):
     """A worker's connection to the one center.
@@ -22,10 +26,12 @@ class Transport(ABC):
     Attributes:
         description: describes the transport, for the log.
         missed: the staleness of the last exchange: pushes of other workers since this worker took the center before.
+        relative_speed: the speed of this worker relative to the fastest, as of the last exchange; 0: not known yet.
     """
 
     description: str
     missed = 0
+    relative_speed = 0.0
 
     @abstractmethod
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
@@ -37,6 +43,17 @@ class Transport(ABC):
     @abstractmethod
     def take(self) -> None:
         """Note that this worker takes the center without a push."""
+
+    @abstractmethod
+    def gather(self, group: int, grace: float) -> tuple[int, float]:
+        """As :meth:`.Ledger.gather`, by a clock that all workers share."""
+
+    def wait_for_group(self, grace: float) -> None:
+        """Join a group after a push; wait until it is closed, so that all pushes of its members are in the center."""
+        group, left = self.gather(0, grace)
+        while left:
+            time.sleep(min(left, _LOOK))
+            group, left = self.gather(group, grace)
 
     @abstractmethod
     def read(self, index: int) -> np.ndarray:
@@ -115,7 +132,7 @@ class MemoryTransport(Transport):
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Run the transactions in shared memory, bucket by bucket."""
         with self._memory.lock(self._count):
-            self.missed = self._center.ledger.begin(self._rank)
+            self.missed, self.relative_speed = self._center.ledger.begin(self._rank, exchange.speed)
         exchange = replace(exchange, staleness=self.missed)
         if self._optimized:
             yield from self._step(payloads, exchange)
@@ -129,6 +146,11 @@ class MemoryTransport(Transport):
         """Note it in the ledger."""
         with self._memory.lock(self._count):
             self._center.ledger.take([self._rank])
+
+    def gather(self, group: int, grace: float) -> tuple[int, float]:
+        """Ask the ledger, by the clock of the host."""
+        with self._memory.lock(self._count):
+            return self._center.ledger.gather(group, time.monotonic(), grace)
 
     def read(self, index: int) -> np.ndarray:
         """Copy a bucket under its lock."""

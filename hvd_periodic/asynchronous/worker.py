@@ -250,7 +250,8 @@ class Worker:
 
         moved = False
         with self.transaction():
-            # To its end: all buckets, or none if nobody had anything to contribute to a round.
+            # All buckets, or none if nobody had anything to contribute to a round. The transport comes first: asked for
+            # one bucket more, it receives the staleness.
             for pulled, (part, bucket) in zip(self.transport.exchange(exchange, payloads()), buckets, strict=False):
                 moved = True
                 center = self._replica.from_host(pulled, bucket)
@@ -260,6 +261,19 @@ class Worker:
             for part in parts if moved else ():
                 part.remember_taken()
         return sum(bucket.nbytes for _, bucket in buckets)
+
+    def wait_for_group(self, parts: Sequence[TensorGroup[Any]], grace: float) -> float:
+        """Wait, after a push, for those who push within ``grace`` seconds of the first of a group; take the center.
+
+        Return the seconds for which this worker has waited.
+        """
+        since = time.perf_counter()
+        self.transport.wait_for_group(grace)
+        waited = time.perf_counter() - since
+        with self.transaction():
+            self.transport.take()
+            self.take(parts)
+        return waited
 
     def number(self, part: int, key: str, bucket: Bucket) -> int:
         """Return the number of a bucket of a vector, see :func:`~.center_in_memory.numbered`."""

@@ -14,7 +14,7 @@ has optimizers that do the same inside of compiled steps.
 
 from hvd_periodic.algorithms import BMUF, EASGD, Averaging, DiLoCo, SlowMo
 from hvd_periodic.keras.exchange import PeriodicExchange
-from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
+from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, DyLU, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.wires import Compression
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Compression",
     "DiLoCo",
     "Doubling",
+    "DyLU",
     "Every",
     "PeriodicExchange",
     "Piecewise",

@@ -4,6 +4,7 @@ from hvd_periodic.schedules.adacomm import AdaComm
 from hvd_periodic.schedules.base import Clock, Schedule, next_exchange
 from hvd_periodic.schedules.conversion import as_schedule
 from hvd_periodic.schedules.doubling import Doubling
+from hvd_periodic.schedules.dylu import DyLU
 from hvd_periodic.schedules.every import Every
 from hvd_periodic.schedules.piecewise import Piecewise
 from hvd_periodic.schedules.post_local import PostLocal
@@ -15,6 +16,7 @@ __all__ = [
     "AdaComm",
     "Clock",
     "Doubling",
+    "DyLU",
     "Every",
     "Piecewise",
     "PostLocal",

@@ -25,6 +25,8 @@ class Clock:
         loss: mean of the losses that training ranks reported since the last exchange; None if there were none.
         period: local steps planned for the round that ends; 0 before the first.
         memory: the numbers that :meth:`Schedule.remember` returned last.
+        relative_speed: in asynchronous training, local steps per second of this worker in its last period, relative to
+            the fastest worker; None until all workers have told theirs.
     """
 
     step: int = 0
@@ -34,6 +36,7 @@ class Clock:
     loss: float | None = None
     period: int = 0
     memory: Mapping[str, float] = field(default_factory=dict)
+    relative_speed: float | None = None
 
 
 class Schedule(ABC):
@@ -43,6 +46,7 @@ class Schedule(ABC):
 
     Attributes:
         remembers: names of the numbers that :meth:`remember` may return.
+        asynchronous_only: the schedule gives workers different numbers of steps, as only asynchronous training allows.
 
     Example:
         >>> from dataclasses import dataclass
@@ -56,6 +60,7 @@ class Schedule(ABC):
     """
 
     remembers: ClassVar[tuple[str, ...]] = ()
+    asynchronous_only: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, clock: Clock) -> int:

@@ -72,7 +72,8 @@ class Asynchronous(Exchanger[V]):
 
     def facts(self) -> dict[str, object]:
         """Return the settings that all ranks must share: asynchronous exchange and its transport."""
-        return {"asynchronous": True, "staleness_power": self.context.staleness_power, **self.worker.facts()}
+        power, grace = self.context.staleness_power, self.context.grace
+        return {"asynchronous": True, "staleness_power": power, "grace_seconds": grace, **self.worker.facts()}
 
     def open(self) -> None:
         """Create the center and connect to it."""
@@ -89,9 +90,13 @@ class Asynchronous(Exchanger[V]):
         return query(self.context.planner.schedule, clock)
 
     def exchange(self, leaving: bool = False) -> bool:
-        """Exchange with the center, independently of the other ranks."""
+        """Exchange with the center, independently of the other ranks, except that a worker may wait for a group.
+
+        With a grace, a worker that is not leaving waits for those who push within the grace of the first of its group,
+        and takes the center after its last push (arXiv 2401.09135, Algorithm 2).
+        """
         context, progress = self.context, self.context.progress
-        came, started, sent, missed = time.time(), time.perf_counter(), 0, 0
+        came, started, sent, missed, waited = time.time(), time.perf_counter(), 0, 0, None
         with context.exchanged.replica.range("hvd_periodic.exchange"):
             own = progress.snapshot()
             step = own.counters.local_steps
@@ -101,7 +106,6 @@ class Asynchronous(Exchanger[V]):
             if problem is not None:
                 raise RuntimeError(problem)
             own = own if excluded else with_distance(self, own)
-            plan = query(context.planner.schedule, own.clock)
             size, gradients = context.membership.communicator.size, max(own.counters.gradients, 1)
             with context.handshake.remember_failure(step):
                 if excluded:
@@ -110,13 +114,21 @@ class Asynchronous(Exchanger[V]):
                     reset_to_center(self.tensor_groups, context, excluded)
                 else:
                     presence = {} if self.presence is None else self.presence.alone(own.notes.seen)
-                    exchange = Exchange(size, own.clock.period, gradients, presence=presence, rates=self._rates())
+                    speed = 1 / own.step_seconds if own.step_seconds else 0.0
+                    exchange = Exchange(
+                        size, own.clock.period, gradients, presence=presence, rates=self._rates(), speed=speed
+                    )
                     sent = self.worker.exchange(list(self.tensor_groups), exchange)
                     missed = self.worker.transport.missed
+                    if context.grace and not leaving:
+                        waited = self.worker.wait_for_group(list(self.tensor_groups), context.grace)
+                # After the push, at which workers learn how fast they are.
+                clock = replace(own.clock, relative_speed=self.worker.transport.relative_speed or None)
+                plan = query(context.planner.schedule, clock)
             notes = ScheduleState(memory=plan.memory)
             progress.advance(step, plan.next_exchange, notes, started, not excluded, bool(excluded), sent, missed)
             context.handshake.notify_followers()
-            report_exchange(self, own, came, None)
+            report_exchange(self, own, came, waited)
             progress.time(step)
         return False
 
@@ -141,7 +153,7 @@ class Asynchronous(Exchanger[V]):
         if uncounted is not None:
             raise RuntimeError(uncounted)
         if counters.local_steps > counters.last_exchange:
-            self.exchange()
+            self.exchange(leaving=True)
         self.worker.finish()
         self.worker.take(list(self.tensor_groups))
 

@@ -48,6 +48,15 @@ def check_outer(given: bool, algorithm: Algorithm, variant: Algorithm) -> None:
         )
 
 
+def check_schedule(schedule: Schedule, asynchronous: bool) -> None:
+    """Raise a ValueError if the schedule gives workers different numbers of steps where they exchange together."""
+    if schedule.asynchronous_only and not asynchronous:
+        raise ValueError(
+            f"{type(schedule).__name__} gives each worker its own number of local steps, and workers exchange together "
+            f"without asynchronous=True, also with a quorum: pass that, or another period. Received: {schedule!r}"
+        )
+
+
 def as_staleness_power(power: float, algorithm: Algorithm, asynchronous: bool, quorum: bool) -> float:
     """Return the power of the discount of what is stale, validated.
 
@@ -97,8 +106,8 @@ def as_quorum(
     if quorum is None:
         if grace_seconds is not None:
             raise ValueError(
-                "`grace_seconds` is for rounds that do not wait for all ranks: pass `quorum`, or leave it out. "
-                f"Received: grace_seconds={grace_seconds!r}"
+                "`grace_seconds` is for rounds that do not wait for all ranks: pass `quorum`, or asynchronous=True, or "
+                f"leave it out. Received: grace_seconds={grace_seconds!r}"
             )
         return None
     size = communicator.size
@@ -133,6 +142,22 @@ def refuse_with_quorum(quorum: int, **options: tuple[object, bool]) -> None:
                 f"`{option}` is not available with `quorum`, where ranks may be missing in a round. Received: "
                 f"{option}={received!r}, quorum={quorum!r}"
             )
+
+
+def as_grace(grace_seconds: float | None, algorithm: Algorithm) -> float:
+    """Return the seconds in which an asynchronous worker waits for pushes of others, validated; None: 0.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: negative or not finite; or workers do not take the center.
+    """
+    grace = 0.0 if grace_seconds is None else require_real(grace_seconds, "`grace_seconds`", positive=False)
+    if grace and algorithm.taken_state is None:
+        raise ValueError(
+            "`grace_seconds` is, with asynchronous=True, for averaging, DiLoCo, SlowMo and BMUF, whose workers take "
+            f"the center. Received: {algorithm!r}"
+        )
+    return grace
 
 
 def refuse_quorum(quorum: int | None, where: str) -> None:

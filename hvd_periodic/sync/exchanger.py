@@ -60,6 +60,7 @@ class ExchangeContext(Generic[V]):
         center_file: file that holds an asynchronous center; None: no file.
         staleness_power: power p of the discount of what is stale.
         quorum: how many ranks a round waits for; None: for all.
+        grace: seconds in which an asynchronous worker waits for pushes of others; 0: it waits for nobody.
         journal: records exchanges.
     """
 
@@ -81,6 +82,7 @@ class ExchangeContext(Generic[V]):
     center_file: Path | None
     staleness_power: float
     quorum: Quorum | None
+    grace: float
     journal: Journal
 
 

@@ -49,7 +49,7 @@ def merge_clocks(clock: Clock, of_all: Sequence[Clock]) -> Clock:
 
     Example:
         >>> merge_clocks(Clock(loss=1.0), [Clock(loss=1.0, step_seconds=0.5), Clock(loss=3.0, step_seconds=0.25)])
-        Clock(step=0, round=0, learning_rate=None, step_seconds=0.5, loss=2.0, period=0, memory={})
+        Clock(step=0, round=0, learning_rate=None, step_seconds=0.5, loss=2.0, period=0, memory={}, relative_speed=None)
     """
     rates = (other.learning_rate for other in of_all if other.learning_rate is not None)
     return _completed(clock, next(rates, None), of_all)
@@ -105,7 +105,7 @@ class _ForeseenClock(Clock):
     unknown: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("learning_rate", "step_seconds", "loss"):
+        if name in ("learning_rate", "step_seconds", "loss", "relative_speed"):
             self.unknown.append(name)
             raise _UnforeseenError(name)
         return super().__getattribute__(name)

@@ -78,7 +78,7 @@ def _facts(exchanger: Exchanger[Any], counters: Counters) -> Facts:
         else None,
         "asynchronous": not exchanger.steps_agree and context.quorum is None,
         "quorum": None if context.quorum is None else context.quorum.size,
-        "grace_seconds": None if context.quorum is None else context.quorum.grace,
+        "grace_seconds": (context.grace or None) if context.quorum is None else context.quorum.grace,
         "center": exchanger.placement.name,
         "transport": transport,
         "elements": sum(spec.size for spec in layout.specs),

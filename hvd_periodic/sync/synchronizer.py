@@ -31,11 +31,13 @@ from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.center_reader import CenterReader
 from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.combinations import (
+    as_grace,
     as_quorum,
     as_staleness_power,
     check_bounds,
     check_outer,
     check_participation,
+    check_schedule,
     check_weight,
     refuse_with_quorum,
 )
@@ -120,7 +122,8 @@ class ReplicaSynchronizer(Generic[V]):
         center_file: file that holds an asynchronous center and outlives the job.
         staleness_power: power of the discount of stale pushes, in asynchronous exchange, and of members of a round.
         quorum: number of ranks that a round waits for; None: all.
-        grace_seconds: seconds that a round stays open after these have come; None: a tenth of the time they took.
+        grace_seconds: seconds that a round stays open after these have come; None: a tenth of the time they took; or in
+            asynchronous exchange, those in which workers wait for each other's pushes; None: 0.
         run_log: folder of the run log; None: the folder that the environment names, if any; False: no log.
         journal: notifies listeners of exchanges. Default: a new journal.
 
@@ -196,6 +199,8 @@ class ReplicaSynchronizer(Generic[V]):
             _refuse(weight is not None, "weight", weight, "no mean is taken")
             _refuse(max_message_norm is not None, "max_message_norm", max_message_norm, "no bounds are kept")
             _refuse(max_mean_norm is not None, "max_mean_norm", max_mean_norm, "no mean is taken")
+        schedule = as_schedule(schedule, "schedule")
+        check_schedule(schedule, bool(asynchronous))
         if quorum is not None:
             if self.exchangers.quorum is None:
                 raise ValueError(f"`quorum` is for PyTorch and numpy. Received: quorum={quorum!r}")
@@ -212,7 +217,7 @@ class ReplicaSynchronizer(Generic[V]):
                 max_mean_norm=(max_mean_norm, max_mean_norm is not None),
                 parameters=("rows" if replica.tables else "present", bool(replica.tables or replica.present)),
             )
-        needed = as_quorum(quorum, grace_seconds, algorithm, communicator, outer is not None)
+        needed = as_quorum(quorum, None if asynchronous else grace_seconds, algorithm, communicator, outer is not None)
         exchanger = self.exchangers.asynchronous if asynchronous else self.exchangers.synchronous
         exchanger = self.exchangers.overlapped if overlaps else exchanger
         exchanger = exchanger if needed is None else self.exchangers.quorum or exchanger
@@ -222,7 +227,7 @@ class ReplicaSynchronizer(Generic[V]):
         replica.parameters.layout, cut = cut_into_fragments(replica.parameters.layout, fragments, whole_tensors)
         outer = cast(CloneableOptimizer, outer).per_fragment(cut) if outer is not None and len(cut) > 1 else outer
         self.policy = as_local_state(optimizer_state)
-        schedule = by_fragments(as_schedule(schedule, "schedule"), len(cut))
+        schedule = by_fragments(schedule, len(cut))
         self.replica = replica
         variant = exchanger.suited(algorithm, communicator.size)
         check_outer(outer is not None, algorithm, variant)
@@ -266,6 +271,7 @@ class ReplicaSynchronizer(Generic[V]):
             center_file=_as_center_file(center_file, bool(asynchronous)),
             staleness_power=power,
             quorum=needed,
+            grace=as_grace(grace_seconds, variant) if asynchronous else 0.0,
             journal=self.journal,
         )
         self.exchanger = exchanger(context, placement_of(center), use_locking)

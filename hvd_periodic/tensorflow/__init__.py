@@ -26,7 +26,7 @@ if keras.backend.backend() != "tensorflow":
 
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Averaging, DiLoCo, SlowMo
 from hvd_periodic.comm.horovod import require_elastic
-from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
+from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, DyLU, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.tensorflow import callbacks
 from hvd_periodic.tensorflow.checkpoints import load, save
 from hvd_periodic.tensorflow.constructors import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
@@ -47,6 +47,7 @@ __all__ = [
     "Compression",
     "DiLoCo",
     "Doubling",
+    "DyLU",
     "ElasticAverageOptimizer",
     "Every",
     "ModelAverageOptimizer",

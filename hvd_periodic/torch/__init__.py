@@ -15,7 +15,7 @@ from types import ModuleType
 
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Averaging, DiLoCo, SlowMo
 from hvd_periodic.comm.horovod import require_elastic
-from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
+from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, DyLU, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.torch.center import center_state_dict
 from hvd_periodic.torch.checkpoints import load, save
 from hvd_periodic.torch.constructors import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
@@ -39,6 +39,7 @@ __all__ = [
     "Compression",
     "DiLoCo",
     "Doubling",
+    "DyLU",
     "ElasticAverageOptimizer",
     "Every",
     "ModelAverageOptimizer",

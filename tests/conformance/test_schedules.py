@@ -21,9 +21,13 @@ from tests.helpers import run_ranks
 STEPS = [0, 1, 2, 3, 5, 8, 99, 100, 101, 10**6, 2**40]
 
 CLOCKS = [
-    Clock(step, rounds, rate, seconds, loss, period, memory)
+    Clock(step, rounds, rate, seconds, loss, period, memory, speed)
     for step, rounds in zip(STEPS, (0, 1, 2, 3, 4, 5, 9, 10, 20, 1000, 2**30), strict=True)
-    for rate, seconds, loss, period in [(0.1, 0.25, 2.0, 10), (1e-5, 1e-9, 1e-3, 1), (3.0, 100.0, 50.0, 64)]
+    for rate, seconds, loss, period, speed in [
+        (0.1, 0.25, 2.0, 10, None),
+        (1e-5, 1e-9, 1e-3, 1, 1.0),
+        (3.0, 100.0, 50.0, 64, 1e-9),
+    ]
     for memory in ({}, {"loss": 2.0, "period": 6.0, "learning_rate": 0.2})
 ]
 
@@ -33,9 +37,16 @@ def schedule(request: pytest.FixtureRequest) -> Any:
     return request.param()
 
 
+@pytest.fixture
+def synchronous(schedule: Any) -> Any:
+    if schedule.asynchronous_only:
+        pytest.skip("for asynchronous training, in which ranks have clocks of their own")
+    return schedule
+
+
 def test_schedules_are_found() -> None:
     found = {cls.__name__ for cls in schedules()}
-    assert found >= {"Every", "PostLocal", "Piecewise", "Doubling", "QSR", "AdaComm", "Seconds"}
+    assert found >= {"Every", "PostLocal", "Piecewise", "Doubling", "QSR", "AdaComm", "Seconds", "DyLU"}
     assert all(issubclass(cls, Schedule) for cls in schedules())
 
 
@@ -92,14 +103,14 @@ def test_it_is_accepted_as_a_period(schedule: Any) -> None:
     assert as_schedule(schedule.argument, "period") == schedule
 
 
-def test_exchanges_take_place_at_the_predicted_steps(schedule: Any) -> None:
+def test_exchanges_take_place_at_the_predicted_steps(synchronous: Any) -> None:
     """As far as steps and rounds say it; from there on, where all ranks say it together."""
     steps = 120
-    predicted = [step for step in forecast(schedule, steps) if step <= steps]
+    predicted = [step for step in forecast(synchronous, steps) if step <= steps]
 
     def work(communicator: Communicator) -> list[int]:
         x = np.zeros(1)
-        optimizer = ModelAverageOptimizer(SGD(1.0), {"x": x}, type(schedule)(), process_set=communicator)
+        optimizer = ModelAverageOptimizer(SGD(1.0), {"x": x}, type(synchronous)(), process_set=communicator)
         exchanged = []
         for step in range(1, steps + 1):
             rounds = optimizer.synchronizer.rounds
@@ -115,14 +126,14 @@ def test_exchanges_take_place_at_the_predicted_steps(schedule: Any) -> None:
     assert first[: len(predicted)] == predicted
 
 
-def test_it_goes_on_exactly_where_it_was_saved(schedule: Any) -> None:
+def test_it_goes_on_exactly_where_it_was_saved(synchronous: Any) -> None:
     """Every question after a resume is the one of a run without, but for what is measured anew."""
     until, saved_at = 40, 25
 
     def work(communicator: Communicator, resume: bool) -> list[tuple[int, int, Any]]:
         def build() -> ModelAverageOptimizer:
             local = SGD(0.01 * (1 + communicator.rank))
-            return ModelAverageOptimizer(local, {"x": np.zeros(1)}, type(schedule)(), process_set=communicator)
+            return ModelAverageOptimizer(local, {"x": np.zeros(1)}, type(synchronous)(), process_set=communicator)
 
         optimizer, seen = build(), []
         for step in range(until):
@@ -141,7 +152,7 @@ def test_it_goes_on_exactly_where_it_was_saved(schedule: Any) -> None:
 
     plain = run_ranks(2, lambda communicator: work(communicator, resume=False))
     resumed = run_ranks(2, lambda communicator: work(communicator, resume=True))
-    if type(schedule).__name__ == "Seconds":  # It measures anew, after the exchange that was planned.
+    if type(synchronous).__name__ == "Seconds":  # It measures anew, after the exchange that was planned.
         for seen in resumed:
             (last, planned, _), (now, _, _) = seen[saved_at - 1 : saved_at + 1]
             assert now == (planned if planned == saved_at + 1 else last)

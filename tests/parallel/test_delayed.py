@@ -43,6 +43,8 @@ MODES: dict[str, tuple[str, str]] = {
 JOBS = [("mpirun", 2), thorough(("mpirun", 3)), thorough(("python", 1)), thorough(("mpirun, MPI", 3))]
 ORDER = (0, 1, 1, 2, 0, 0, 2, 1, 0, 1, 2)
 STALE = 0.5
+SECONDS = (0.58, 0.75, 1.51)
+"""Per step, of workers of different speed."""
 
 scenario = Scenarios()
 FOLDER: list[Path] = []
@@ -218,6 +220,38 @@ def saved_at_rest() -> Any:
 def test_a_set_that_was_saved_at_rest_resumes_exactly(ranks: list[dict[str, Any]]) -> None:
     for case in ranks[0]["saved_at_rest"]:
         assert column(ranks, "saved_at_rest", case) == [True] * len(ranks), case
+
+
+@scenario
+def by_speed_in_groups() -> Any:
+    """The period after the second push, and what all have taken then; all are in each group, however they differ."""
+    results = {}
+    for mode in MODES:
+        parameter = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        with transport(mode) as center:
+            optimizer = hvdp.PeriodicOptimizer(
+                *(torch.optim.SGD([parameter], lr=0.1), [("w", parameter)], hvdp.DiLoCo(0.7, 0.5), hvdp.DyLU(50)),
+                asynchronous=True,
+                center=center,
+                grace_seconds=1e6,
+            )
+        synchronizer = optimizer.synchronizer
+        synchronizer.begin()
+        synchronizer.progress.step_seconds = lambda steps: SECONDS[hvd.rank()]  # type: ignore[method-assign]
+        while synchronizer.rounds < 2:
+            parameter.grad = torch.full_like(parameter, 1.0 + hvd.rank())
+            optimizer.step()
+        results[mode] = [synchronizer.counters.next_exchange - synchronizer.local_steps, parameter.tolist()]
+        hvd.barrier()
+        optimizer.finalize()
+    return results
+
+
+def test_workers_of_different_speed_take_one_center(ranks: list[dict[str, Any]]) -> None:
+    for mode in MODES:
+        reports = column(ranks, "by_speed_in_groups", mode)
+        assert [period for period, _ in reports] == [50, 38, 19][: len(ranks)]
+        assert all(taken == reports[0][1] for _, taken in reports)
 
 
 @scenario

@@ -298,6 +298,34 @@ def test_values_of_ones_own_that_are_not_stable_are_warned_of(
     )
 
 
+@pytest.mark.parametrize(
+    ("asynchronous", "momentum", "outer", "stable"),
+    [(True, 0.9, 0.9, False), (True, 0.0, 0.9, True), (True, 0.9, 0.3, True), (False, 0.9, 0.9, True)],
+)
+def test_local_momentum_adds_to_that_of_the_center(
+    asynchronous: bool, momentum: float, outer: float, stable: bool
+) -> None:
+    """As the guide says: of four workers in turn, who keep the state of their optimizers."""
+
+    def work(communicator: Communicator) -> float:
+        x = np.ones(1)
+        optimizer = PeriodicOptimizer(
+            *(SGD(0.03, momentum), {"x": x}, DiLoCo(0.7, outer), 10),
+            asynchronous=asynchronous,
+            process_set=communicator,
+        )
+        optimizer.synchronizer.begin()
+        for turn in range(4 * 60):
+            if turn % 4 == communicator.rank or not asynchronous:
+                for _ in range(10 if asynchronous or turn % 4 == 0 else 0):
+                    optimizer.step([x.copy()])
+            communicator.allgather_object(None, "turn")
+        with optimizer.center():
+            return float(abs(x[0]))
+
+    assert all((center < 0.1) == stable for center in run_ranks(4, work))
+
+
 def test_the_eigenvalue_is_that_of_the_equations() -> None:
     """A turn written out from the paper, on random starts: its growth over many turns."""
     rate, mu, n = 0.7, 0.9, 8
@@ -376,7 +404,9 @@ def test_a_set_that_was_saved_at_rest_resumes_exactly(name: str) -> None:
         for here, there in zip(in_turn(communicator, resumed, xs, REST), expected, strict=True):
             np.testing.assert_array_equal(here, there)
         resumed.finalize()
-        assert resumed.synchronizer.state_dict()["pushes"] == optimizer.synchronizer.state_dict()["pushes"]
+        counts = [each.synchronizer.state_dict()["pushes"] for each in (resumed, optimizer)]
+        assert all(np.all(np.array(each.pop("speeds")) > 0) for each in counts), "measured, in each training again"
+        assert counts[0] == counts[1]
 
     run_ranks(3, work)
 

@@ -584,7 +584,10 @@ def refusal(size: int, algorithm: Algorithm, **options: Any) -> str:
         ({"quorum": 2, "grace_seconds": -1.0}, "`grace_seconds` must be"),
         ({"quorum": 2, "grace_seconds": float("nan")}, "`grace_seconds` must be"),
         ({"quorum": 2, "grace_seconds": "1"}, "`grace_seconds` must be"),
-        ({"grace_seconds": 1.0}, "`grace_seconds` is for rounds that do not wait for all ranks: pass `quorum`"),
+        (
+            {"grace_seconds": 1.0},
+            "`grace_seconds` is for rounds that do not wait for all ranks: pass `quorum`, or asynchronous=True",
+        ),
         ({"quorum": 2, "asynchronous": True}, "`asynchronous` is not available with `quorum`"),
         ({"quorum": 2, "overlap": 1}, "`overlap` is not available with `quorum`"),
         ({"quorum": 2, "fragments": 2}, "`fragments` is not available with `quorum`"),

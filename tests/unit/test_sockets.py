@@ -376,6 +376,25 @@ def test_a_worker_that_ends_in_the_middle_of_a_push() -> None:
         assert run(3, ranks) == [([11.0] * 5, [11.0] * 5, [2])] * 2 + [None]
 
 
+@pytest.mark.parametrize("center", ["root", "sharded"])
+def test_pushes_of_others_are_counted(center: str) -> None:
+    """Two workers push by turns, the second twice: 0, 1, 0, 2, 1, 0 pushes of the other since the worker's last."""
+
+    def ranks(threads: ThreadCommunicator) -> tuple[int, int]:
+        options: dict[str, Any] = {"asynchronous": True, "center": center, "process_set": OverSockets(threads)}
+        optimizer = ElasticAverageOptimizer(SGD(1.0), {"x": np.zeros(50)}, 1, **options)
+        optimizer.synchronizer.begin()
+        for turn in (0, 1, 1, 0, 1, 1):
+            if turn == threads.rank:
+                optimizer.step([np.ones(50)])
+            threads.allgather_object(None, "pushed")
+        optimizer.finalize()
+        return optimizer.synchronizer.counters.pushes_missed, optimizer.synchronizer.counters.staleness_max
+
+    with patch.dict(os.environ, {VARIABLE: "service"}):
+        assert run(2, ranks) == [(2, 2), (2, 1)]
+
+
 def test_the_state_of_an_optimizer_travels() -> None:
     """From the root to a rank that saves, and back to the root, as arrays and without pickle."""
 
