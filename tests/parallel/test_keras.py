@@ -18,8 +18,8 @@ pytest.importorskip("horovod.tensorflow")
 OF_SIZE = (
     *("constant_gradients", "quadratics", "centers_and_buffers", "buffer_policies", "queues_of_features"),
     *("overflow_on_one_rank", "uneven_data", "disagreements", "late_start", "states_of_local_optimizers"),
-    *("adopted_quadratics", "thawed_in_fit"),
     *("failures_on_the_last_rank", "statistics_of_integers", "process_set", "contract"),
+    *("adopted_quadratics", "thawed_in_fit"),
 )
 """What the number of ranks makes a difference for."""
 
