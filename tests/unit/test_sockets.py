@@ -402,12 +402,12 @@ def test_the_state_of_an_optimizer_travels() -> None:
         x = np.zeros(5)
         options = {"asynchronous": True, "process_set": OverSockets(threads), "root_rank": 1}
         optimizer = AGNOptimizer(SGD(1.0), {"x": x}, 1, SGD(0.5, momentum=0.5), **options)
-        with patch("pickle.loads", side_effect=AssertionError):
-            optimizer.step([np.full(5, -1.0)])
+        optimizer.step([np.full(5, -1.0)])
         threads.allgather_object(None, "trained")
         return optimizer.synchronizer.exchanger.worker.state()
 
-    with patch.dict(os.environ, {VARIABLE: "service"}):
+    # Around all threads: were each to patch it, the last to end would restore the other's patch.
+    with patch.dict(os.environ, {VARIABLE: "service"}), patch("pickle.loads", side_effect=AssertionError):
         first, second = run(2, ranks)
     assert str(first) == str(second)
     assert any(isinstance(value, list) and value for value in first.values())
