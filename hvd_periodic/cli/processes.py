@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +31,12 @@ _GRACE = 5.0
 
 _running: dict[str, subprocess.Popen[str]] = {}
 """Programs that have not ended, by the mark of their processes."""
+
+_starting = threading.RLock()
+"""Held while a program starts and is listed, so that a signal meets none that is not listed yet."""
+
+_ending = threading.Event()
+"""Set once a signal has come that ends all programs; none starts after it."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +89,24 @@ def run(words: Sequence[str], seconds: float, environment: Mapping[str, str]) ->
 
     Raises:
         OSError: there is no such program.
+        SystemExit: a signal has ended all programs (:func:`ended_by_signals`).
     """
     here = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
     mark = uuid.uuid4().hex
-    process = subprocess.Popen(
-        words,
-        env={**environment, "PYTHONPATH": path, _BELONGS: mark},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    _running[mark] = process
+    with _starting:
+        if _ending.is_set():
+            raise SystemExit("A signal has ended all programs.")
+        process = _running[mark] = subprocess.Popen(
+            words,
+            env={**environment, "PYTHONPATH": path, _BELONGS: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
     try:
         output, _ = process.communicate(timeout=seconds)
     except BaseException as error:
@@ -122,6 +132,7 @@ def ended_by_signals() -> Iterator[None]:
         raise KeyboardInterrupt
 
     handlers = {signal.SIGTERM: terminate, signal.SIGINT: interrupt}
+    _ending.clear()
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -132,10 +143,17 @@ def ended_by_signals() -> Iterator[None]:
 
 def _kill_all() -> None:
     """Kill the programs that run in any thread, and all processes that they have started."""
-    for mark, process in list(_running.items()):
-        _kill_marked(mark)
-        with suppress(ProcessLookupError):
-            process.kill()
+    with _starting:
+        _ending.set()
+        for mark, process in list(_running.items()):
+            _kill_program(mark, process)
+
+
+def _kill_program(mark: str, process: subprocess.Popen[str]) -> None:
+    """Kill a program and all processes that it has started."""
+    _kill_marked(mark)
+    with suppress(ProcessLookupError):
+        process.kill()
 
 
 def _kill(process: int) -> None:
@@ -162,9 +180,7 @@ def _end(process: subprocess.Popen[str], mark: str) -> str:
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE)
-    _kill_marked(mark)
-    with suppress(ProcessLookupError):
-        process.kill()
+    _kill_program(mark, process)
     try:
         return process.communicate(timeout=_GRACE)[0]
     except subprocess.TimeoutExpired:

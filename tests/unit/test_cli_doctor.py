@@ -289,23 +289,35 @@ def test_what_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_what_runs_in_any_thread(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("comes", ["while it runs", "while it starts"])
+def test_a_signal_ends_what_runs_in_any_thread(number: signal.Signals, comes: str, tmp_path: Path) -> None:
+    """Also a program that another thread has started, and has not listed yet, when the signal comes."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     stays = program(tmp_path, "stays", f"trap '' TERM; echo $$ >{pipe}; exec sleep 1000")
     text = (
-        "import os, sys, threading\n"
+        "import os, subprocess, sys, threading, time\n"
         "from hvd_periodic.cli import processes\n"
+        "class Starts(subprocess.Popen):\n"
+        "    def __init__(self, *arguments, **options):\n"
+        "        super().__init__(*arguments, **options)\n"
+        "        time.sleep(1)\n"
+        "if sys.argv[2] == 'while it starts':\n"
+        "    subprocess.Popen = Starts\n"
         "run = lambda: processes.run([sys.argv[1]], 500, os.environ)\n"
         "with processes.ended_by_signals():\n"
         "    thread = threading.Thread(target=run)\n"
         "    thread.start()\n"
         "    thread.join()\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", text, str(stays)], stderr=subprocess.DEVNULL)
-    child = pipe.read_text().strip()
-    process.send_signal(number)
-    assert process.wait(60 * PATIENCE) == (143 if number == signal.SIGTERM else -number)
+    process = subprocess.Popen([sys.executable, "-c", text, str(stays), comes], stderr=subprocess.DEVNULL)
+    try:
+        child = pipe.read_text().strip()
+        process.send_signal(number)
+        assert process.wait(60 * PATIENCE) == (143 if number == signal.SIGTERM else -number)
+    finally:
+        process.kill()
+        process.wait()
     state = Path(f"/proc/{child}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
