@@ -20,6 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from selectors import EVENT_READ, DefaultSelector
 
@@ -31,6 +32,9 @@ SECONDS = 60.0
 
 _PATIENCE = 10.0
 """Seconds for one address, and for one guest."""
+
+_AT_A_TIME = 32
+"""Number of ranks to which this one connects at once: addresses that do not answer take their patience together."""
 
 _GUESTS = 128
 """Number of connections that may be unfinished at once; a stranger who opens more ends the oldest."""
@@ -144,18 +148,22 @@ class _Meeting:
     # Lower ranks: this one connects
 
     def connect(self, addresses: Sequence[Sequence[Address]]) -> str:
-        """Connect to all lower ranks; return the first problem, or an empty string."""
-        for other, told in enumerate(addresses):
-            failures = []
-            for address in told:
-                try:
-                    self.connections[other] = self._connect(other, address)
-                    break
-                except OSError as error:
-                    failures.append(f"{address[0]}:{address[1]} ({error or type(error).__name__})")
+        """Connect to all lower ranks, some at a time; return the first problem, or an empty string."""
+        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+            problems = list(pool.map(self._connect_to, range(len(addresses)), addresses))
+        return next(filter(None, problems), "")
+
+    def _connect_to(self, other: int, addresses: Sequence[Address]) -> str:
+        """Connect to a rank at the first of its addresses that answers; return the problem, or an empty string."""
+        failures = []
+        for address in addresses:
+            try:
+                self.connections[other] = self._connect(other, address)
+            except OSError as error:
+                failures.append(f"{address[0]}:{address[1]} ({error or type(error).__name__})")
             else:
-                return f"no connection to rank {other} of the set at {', '.join(failures)}"
-        return ""
+                return ""
+        return f"no connection to rank {other} of the set at {', '.join(failures)}"
 
     def _connect(self, other: int, address: Address) -> socket.socket:
         patience = max(min(_PATIENCE, self._until - time.monotonic()), 1e-3)

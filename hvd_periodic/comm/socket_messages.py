@@ -73,6 +73,7 @@ class _Peer:
         filled: how many bytes of the head, or else of the elements, have come.
         message: tag, number of bytes and dtype of the next message, once its head is complete.
         target: the request that receives its elements, once there is one.
+        mute: why nothing can be sent to it any longer, although it may have sent more before; empty while it works.
         lost: why the connection has ended; empty while it works.
         closed: its socket is closed.
         events: what its socket is watched for.
@@ -85,7 +86,7 @@ class _Peer:
         self.head, self.filled = memoryview(bytearray(_HEAD.size)), 0
         self.message: tuple[int, int, str] | None = None
         self.target: _SocketRequest | None = None
-        self.lost, self.closed, self.events = "", False, 0
+        self.mute, self.lost, self.closed, self.events = "", "", False, 0
 
     def wanted(self) -> int:
         """Return the events for which to watch the socket."""
@@ -153,8 +154,8 @@ class SocketMessages(Messages):
         head = memoryview(_HEAD.pack(tag, data.nbytes, data.dtype.str.encode()))
         with self._changed:
             peer = self._peers[rank]
-            request.failed = peer.lost
-            if not peer.lost:
+            request.failed = peer.lost or peer.mute
+            if not request.failed:
                 idle = not peer.sending
                 peer.sending += [(head, None), (_bytes_of(data), request)]
                 if idle:
@@ -279,20 +280,28 @@ class SocketMessages(Messages):
         except BlockingIOError:
             return
         except OSError as error:
-            self._lose(peer, str(error))
+            self._stop_sending(peer, str(error))
+
+    def _stop_sending(self, peer: _Peer, reason: str) -> None:
+        """Fail what is to be sent to a rank; what it has sent can still be read."""
+        peer.mute = f"{peer.name} has ended, or its connection has: {reason}"
+        for _, request in peer.sending:
+            if request is not None:
+                request.failed = peer.mute
+        peer.sending.clear()
+        self._ring(peer)
+        self._changed.notify_all()
 
     def _lose(self, peer: _Peer, reason: str) -> None:
         """End a connection, and everything that waits for it."""
-        peer.lost = f"{peer.name} has ended, or its connection has: {reason}"
-        ended = [request for _, request in peer.sending] + [*peer.posted, peer.target]
-        for request in ended:
+        self._stop_sending(peer, reason)
+        peer.lost = peer.mute
+        for request in [*peer.posted, peer.target]:
             if request is not None:
                 request.failed = peer.lost
-        peer.sending.clear()
         peer.posted.clear()
         peer.target = None
         self._ring(peer)
-        self._changed.notify_all()
 
     def _ring(self, peer: _Peer) -> None:
         """Wake the thread if it has to watch a connection for something else, or no longer."""

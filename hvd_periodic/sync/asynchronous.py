@@ -112,6 +112,7 @@ class Asynchronous(Exchanger[V]):
                     self.worker.resume_training()
                     self.worker.transport.take()
                     reset_to_center(self.tensor_groups, context, excluded)
+                    self.worker.take(list(self.tensor_groups))  # What it takes may be ahead of the center.
                 else:
                     presence = {} if self.presence is None else self.presence.alone(own.notes.seen)
                     speed = 1 / own.step_seconds if own.step_seconds else 0.0

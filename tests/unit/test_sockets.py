@@ -185,6 +185,27 @@ def test_a_rank_of_another_job_is_a_stranger() -> None:
     assert all("has not connected to this rank" in error for error in run(2, ranks))
 
 
+def test_a_rank_that_does_not_answer_holds_up_no_other() -> None:
+    """Each rank connects to all others at once."""
+    connect = socket_mesh._Meeting._connect
+    connects = threading.Barrier(2, timeout=30)
+
+    def together(self: Any, other: int, address: Address) -> socket.socket:
+        if self._rank == 2:
+            connects.wait()
+        return connect(self, other, address)
+
+    def ranks(communicator: ThreadCommunicator) -> list[int]:
+        connections = connected(communicator)
+        communicator.allgather_object(None, "connected")
+        for connection in connections.values():
+            connection.close()
+        return list(connections)
+
+    with patch.object(socket_mesh._Meeting, "_connect", together):
+        assert run(RANKS, ranks) == [[1, 2], [0, 2], [0, 1]]
+
+
 # Messages from a rank that a test plays
 
 
@@ -285,6 +306,21 @@ def test_all_that_a_rank_sent_before_its_end_arrives() -> None:
         raw.sendall(b"".join(frame(1, np.full(10, float(value))) for value in range(5)))
         raw.close()
         until(lambda: messages._peers[1].message is not None)
+        assert messages.lost == []
+        arrived = taken(messages)
+        assert [next(arrived) for _ in range(5)] == [(1, value) for value in range(5)]
+        until(lambda: messages.lost == [1])
+
+
+def test_all_that_a_rank_sent_arrives_although_nothing_can_be_sent_to_it() -> None:
+    with played() as (messages, raw, _):
+        raw.sendall(b"".join(frame(1, np.full(10, float(value))) for value in range(5)))
+        raw.close()
+        until(lambda: messages._peers[1].message is not None)
+        with pytest.raises(PeerLostError, match=r"its connection has: .*Broken pipe"):
+            messages.send(np.ones(10), 1, 1).wait()
+        with pytest.raises(PeerLostError, match="Rank 1 has ended"):
+            messages.send(np.ones(10), 1, 1).wait()
         assert messages.lost == []
         arrived = taken(messages)
         assert [next(arrived) for _ in range(5)] == [(1, value) for value in range(5)]
