@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# The C++ compiler that Horovod 0.28.1 is built with: the real one ($HVD_PERIODIC_CXX), with four corrections.
+# The C++ compiler that Horovod 0.28.1 is built with: the real one ($HVD_PERIODIC_CXX), with five corrections.
 #   1. C++20 instead of the C++11/14/17 that the source asks for: torch >= 2.1 and TensorFlow >= 2.16 need at least 17.
 #   2. xla_mpi_ops.cc compiles to nothing: it includes headers that TensorFlow's wheel no longer ships, and holds only
 #      the optional XLA path.
 #   3. Libraries look for others in the environment they are built in ($HVD_PERIODIC_PREFIX, if set) relative to where they
 #      lie themselves: <environment>/lib/pythonX.Y/site-packages/horovod/<framework>. So the built wheel works in any
 #      environment.
-#   4. No debug information: to compile with it takes half as long again, and thirty times the room.
+#   4. <string> is included everywhere: a header of Horovod uses it without, which GCC 13 and later no longer forgive.
+#   5. No debug information: to compile with it takes half as long again, and thirty times the room.
 set -euo pipefail
 
-arguments=()
+arguments=(-include string)
 for argument in "$@"; do
   case "$argument" in
     -std=c++11 | -std=c++14 | -std=c++17) arguments+=(-std=c++20) ;;

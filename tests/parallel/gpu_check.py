@@ -4,9 +4,9 @@
 
 Needs a Python with torch (built with CUDA) and numpy; no set-up, no compiler, no network. Two ranks share the GPU if
 there is only one. Ranks communicate over torch.distributed (NCCL; Gloo if they share a GPU, which NCCL refuses); two
-ranks also over Horovod and MPI where these are installed. A job that fails or hangs does not end the others. The whole
-check ends within eight minutes. The exit code is 1 if a result differs, a local step waits for the GPU, or a job does
-not end.
+ranks also over Horovod and MPI where these are installed, or one over a Horovod with NCCL if there is one GPU. A job
+that fails or hangs does not end the others. The whole check ends within eight minutes. The exit code is 1 if a result
+differs, a local step waits for the GPU, or a job does not end.
 """
 
 from __future__ import annotations
@@ -54,7 +54,34 @@ def backends() -> list[str]:
 
 
 def _imports(module: str) -> bool:
-    return not subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False).returncode
+    return _succeeds(f"import {module}")
+
+
+def _succeeds(program: str) -> bool:
+    return not subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode
+
+
+def jobs_of(tried: Sequence[str], numbers: Sequence[int], gpus: int | None) -> list[tuple[str, int]]:
+    """Return the jobs, by backend and number of ranks.
+
+    One rank is tried over the first backend, and over others that cannot have more: where Horovod's operations on GPUs
+    are those of NCCL, which refuses ranks that share a GPU.
+
+    Args:
+        tried: the backends.
+        numbers: numbers of ranks.
+        gpus: number of GPUs; None if the check runs on the CPU.
+    """
+    most = max(numbers)
+    if gpus is not None and "horovod" in tried and _succeeds("import horovod.torch as h; assert h.nccl_built()"):
+        most = gpus
+    limits = {backend: most if backend == "horovod" else max(numbers) for backend in tried}
+    return [
+        (backend, ranks)
+        for backend in tried
+        for ranks in numbers
+        if ranks <= limits[backend] and (ranks > 1 or backend == tried[0] or limits[backend] == 1)
+    ]
 
 
 def run(backend: str, ranks: int, arguments: Sequence[str], folder: Path, seconds: float) -> dict[str, Any]:
@@ -132,7 +159,7 @@ def main() -> int:
     passed = ["--device", arguments.device]
     passed += ["--algorithms", *arguments.algorithms] if arguments.algorithms else []
     tried = [arguments.comm] if arguments.comm else backends()
-    left = [(backend, ranks) for backend in tried for ranks in arguments.ranks if ranks > 1 or backend == tried[0]]
+    left = jobs_of(tried, arguments.ranks, len(found["gpus"]) if arguments.device == "cuda" else None)
     jobs, end = [], time.monotonic() + SECONDS
     while left:
         share = (end - time.monotonic()) / len(left)

@@ -49,6 +49,20 @@ def test_gpu_check_needs_a_gpu() -> None:
         start("python", 1, ["-m", "tests.parallel.gpu_program"], 120, "torch")
 
 
+@pytest.mark.parametrize(
+    ("nccl", "gpus", "over_horovod"), [(False, 1, [2]), (True, 1, [1]), (True, 2, [2]), (True, None, [2])]
+)
+def test_ranks_over_horovod(
+    nccl: bool, gpus: int | None, over_horovod: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL refuses ranks that share a GPU."""
+    monkeypatch.setattr(gpu_check, "_succeeds", lambda program: nccl)
+    jobs = gpu_check.jobs_of(["torch", "horovod", "mpi"], [1, 2], gpus)
+    assert jobs == [("torch", 1), ("torch", 2), *(("horovod", ranks) for ranks in over_horovod), ("mpi", 2)]
+    alone = gpu_check.jobs_of(["horovod"], [1, 2], gpus)
+    assert alone == [("horovod", ranks) for ranks in sorted({1, *over_horovod})]
+
+
 def test_findings_are_kept_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     findings = Findings(tmp_path / "found", shown=True)
     rows = [
