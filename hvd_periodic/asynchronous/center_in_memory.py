@@ -172,6 +172,12 @@ class CenterInMemory:
         part, key, bucket = self._places[index]
         return np.array(self.vectors[part][key].read(bucket))
 
+    def published(self, index: int, exchange: Exchange) -> np.ndarray:
+        """Return a copy of what workers see of a bucket that is exchanged."""
+        part, _, bucket = self._places[index]
+        center = {key: store.read(bucket) for key, store in self.vectors[part].items()}
+        return np.array(self.parts[part].algorithm.publish(self.space, center, exchange))
+
     def write(self, index: int, values: np.ndarray) -> None:
         """Set a bucket."""
         if index >= len(self._places):
@@ -207,7 +213,7 @@ class CenterInMemory:
         return np.array(algorithm.publish(space, center | moved, exchange)) if algorithm.reads_after else before
 
     def close(
-        self, index: int, payloads: Sequence[np.ndarray], exchanges: Sequence[Exchange], leading: int
+        self, index: int, payloads: Sequence[np.ndarray | None], exchanges: Sequence[Exchange], leading: int
     ) -> np.ndarray:
         """Run a round on a bucket; return a copy of the vector that all who take part pull.
 
@@ -218,7 +224,7 @@ class CenterInMemory:
 
         Args:
             index: number of the bucket.
-            payloads: what the workers who take part have sent.
+            payloads: what the workers who take part have sent; None for one that does not count.
             exchanges: what the algorithm knows about each of them.
             leading: place, among them, of the worker whose learning rates count.
         """
@@ -228,6 +234,8 @@ class CenterInMemory:
         before = np.array(algorithm.publish(space, center, exchanges[leading]))
         total: np.ndarray | None = None
         for payload, exchange in zip(payloads, exchanges, strict=True):
+            if payload is None:
+                continue
             message = payload
             if tensors.forms_messages:
                 message, _ = algorithm.message(space, payload, {}, before, exchange)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -189,7 +190,8 @@ class HubTransport(ServiceTransport):
         self._wait([*sending, answer])
 
         def pulled() -> Iterator[np.ndarray]:
-            buffers = [np.empty_like(payload) for payload in sent.payloads] if verdict[0] == _MOVED else []
+            takes = verdict[0] == _MOVED or (verdict[0] == _NOTHING and sent.record.left_out)
+            buffers = [np.empty_like(payload) for payload in sent.payloads] if takes else []
             receiving = [self._replies.receive(out, self.root, payload_tag(i) + 1) for i, out in enumerate(buffers)]
             for request, out in zip(receiving, buffers, strict=True):
                 self._wait([request])
@@ -368,43 +370,53 @@ class Hub(Service):
                 )
 
     def _close(self, members: Sequence[int]) -> None:
-        """Close a round: move the center by what its members have sent, and answer them."""
+        """Close a round: move the center by what its members have sent, and answer them.
+
+        Those who are left out take the center, also if it has not moved.
+        """
         taking = [self._contributions.pop(worker) for worker in members]
         records = [each.record for each in taking]
         staleness = self._center.ledger.staleness(members)
         exchanges = self._exchanges_of(members, taking, staleness)
         rest = all(record.purpose == Purpose.LEAVE and not record.pending for record in records)
         moves = not rest and any(exchange.weight != 0 for exchange in exchanges)
+        left_out = [worker for worker, record in zip(members, records, strict=True) if record.left_out]
         pulled: list[np.ndarray] = []
         if moves:
             leading = members.index(self._transport.root) if self._transport.root in members else 0
             payloads = zip(*(each.payloads for each in taking), strict=True)
-            pulled = [self._center.close(i, of_all, exchanges, leading) for i, of_all in enumerate(payloads)]
+            counted = [[None if r.left_out else p for p, r in zip(of_all, records, strict=True)] for of_all in payloads]
+            pulled = [self._center.close(i, of_all, exchanges, leading) for i, of_all in enumerate(counted)]
             if self._center.optimized:
                 self._optimizer.step()
                 self._stepped = True
                 pulled[: self._center.optimized] = [self._center.read(i) for i in range(self._center.optimized)]
             self._center.ledger.close(members)
+        elif left_out:
+            pulled = [self._center.published(i, exchanges[0]) for i in range(self._center.count)]
+            self._center.ledger.take(left_out)
         self._rounds.close(members)
         number = int(self._center.ledger.rounds[0])
         told = [*members, *(word for record in records for word in integers(record))]
         for worker, missed in zip(members, staleness, strict=True):
-            self._tell(worker, [_MOVED if moves else _NOTHING, number, len(members), missed, *told], pulled)
+            verdict = [_MOVED if moves else _NOTHING, number, len(members), missed, *told]
+            self._tell(worker, verdict, pulled if moves or worker in left_out else [])
 
     def _exchanges_of(
         self, members: Sequence[int], taking: Sequence[Contribution], staleness: Sequence[int]
     ) -> list[Exchange]:
         """Return what an algorithm knows about the round and each of its members.
 
-        n is the number of all workers, and in a mean those who are not members have weight 0:
+        n is the number of all workers, and in a mean those who are not members, or left out, have weight 0:
         w_i n/Σ_j w_j with w_i = (1, or the weight told) (1 + s_i)^−p.
         """
         power, size = self._center.parts[0].staleness_power, self._transport.workers
+        told = [1.0 if each.record.weight is None else each.record.weight for each in taking]
         weights = [
-            (1.0 if each.record.weight is None else each.record.weight) * (1 + missed) ** -power
-            for each, missed in zip(taking, staleness, strict=True)
+            0.0 if each.record.left_out else weight * (1 + missed) ** -power
+            for each, weight, missed in zip(taking, told, staleness, strict=True)
         ]
-        total, plain = sum(weights), len(members) == size and len(set(weights)) == 1
+        total, plain = math.fsum(weights), len(members) == size and len(set(weights)) == 1
         exchanges = []
         for each, missed, weight in zip(taking, staleness, weights, strict=True):
             exchange = Exchange(size, max(each.record.period, 1), rates=each.rates, staleness=missed)

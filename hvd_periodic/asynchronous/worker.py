@@ -17,7 +17,7 @@ import numpy as np
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.asynchronous.center_file import CenterFile
-from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors, numbered
+from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors, empty, numbered
 from hvd_periodic.asynchronous.hub import HubTransport
 from hvd_periodic.asynchronous.ledger import Ledger, lack
 from hvd_periodic.asynchronous.rounds import Quorum, Rounds
@@ -240,13 +240,19 @@ class Worker:
         yield
         self.interrupted = False
 
-    def exchange(self, parts: Sequence[TensorGroup[Any]], exchange: Exchange) -> int:
-        """Run one exchange of this worker; return the number of bytes that it pushed."""
+    def exchange(self, parts: Sequence[TensorGroup[Any]], exchange: Exchange, left_out: bool = False) -> int:
+        """Run one exchange of this worker; return the number of bytes that it pushed.
+
+        If it is left out of a round, it sends zeros, and starts from the center that it gets.
+        """
         buckets = list(all_buckets(parts))
 
         def payloads() -> Iterator[np.ndarray]:
             for part, bucket in buckets:
-                yield self._replica.to_host(part.payload(bucket, exchange), bucket)
+                if left_out:
+                    yield np.zeros_like(empty(bucket))
+                else:
+                    yield self._replica.to_host(part.payload(bucket, exchange), bucket)
 
         moved = False
         with self.transaction():
@@ -257,7 +263,10 @@ class Worker:
                 center = self._replica.from_host(pulled, bucket)
                 if self.on_pull is not None:
                     self.on_pull(part, bucket, center, exchange)
-                part.pull(bucket, center, exchange)
+                if left_out:
+                    part.start_from(bucket, center)
+                else:
+                    part.pull(bucket, center, exchange)
             for part in parts if moved else ():
                 part.remember_taken()
         return sum(bucket.nbytes for _, bucket in buckets)

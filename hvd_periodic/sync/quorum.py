@@ -17,7 +17,7 @@ from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.asynchronous import Asynchronous
-from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger
+from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, note_exclusion
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.planner import Plan, agreed_clock, query
 from hvd_periodic.sync.reporting import report_exchange, with_distance
@@ -40,7 +40,8 @@ class WithQuorum(Asynchronous[V]):
 
     Sums run in the order of ranks. w_i = (1, or the worker's ``weight``) (1 + s_i)^−p, where s_i is the number of
     rounds that closed since it took h_i. Workers that are not in A keep all they have. The mean over those who take
-    part is as in Decoupled DiLoCo, arXiv 2604.21428.
+    part is as in Decoupled DiLoCo, arXiv 2604.21428. A worker that is excluded as it is not finite is in the
+    round without a message: x_i, h_i ← c.
     """
 
     @classmethod
@@ -138,12 +139,15 @@ class WithQuorum(Asynchronous[V]):
                 self._hub.introduce(context.handshake.record(own, purpose))
                 gradients = max(own.counters.gradients, 1)
                 exchange = Exchange(size, max(own.clock.period, 1), gradients, rates=self._rates())
-                sent = self.worker.exchange(list(self.tensor_groups), exchange)
+                excluded = own.excluded is not None
+                sent = self.worker.exchange(list(self.tensor_groups), exchange, left_out=excluded)
+                if own.excluded is not None:
+                    note_exclusion(context, own.excluded)
             closed = self._hub.round
             plan = self._plan(own, closed, leaving)
             notes = ScheduleState(memory=plan.memory, updates=step - own.counters.skipped_updates)
             missed = closed.staleness
-            progress.advance(step, plan.next_exchange, notes, started, closed.moved, sent=sent, missed=missed)
+            progress.advance(step, plan.next_exchange, notes, started, closed.moved, excluded, sent, missed)
             context.handshake.notify_followers()
             ranks = context.membership.communicator.global_ranks
             members = [ranks[member] for member in closed.members]
@@ -160,7 +164,10 @@ class WithQuorum(Asynchronous[V]):
         context = self.context
         own = context.handshake.local_status()
         problem = own.problem or context.handshake.problem(own, purpose)
-        problem = problem or self.finite.problem(own.counters.local_steps)
+        not_finite = None if problem else self.finite.problem(own.counters.local_steps)
+        if not_finite is not None and self.finite.skips:
+            return replace(own, excluded=not_finite)
+        problem = problem or not_finite
         if problem is not None:
             self._hub.fail(problem)
             raise RuntimeError(problem)

@@ -210,7 +210,6 @@ class ReplicaSynchronizer(Generic[V]):
                 fragments=(fragments, fragments > 1),
                 audit_every=(audit_every, audit_every > 0),
                 center=(center, center == "sharded"),
-                nonfinite=(nonfinite, nonfinite == SKIP),
                 max_message_norm=(max_message_norm, max_message_norm is not None),
                 max_mean_norm=(max_mean_norm, max_mean_norm is not None),
                 parameters=("rows" if replica.tables else "present", bool(replica.tables or replica.present)),

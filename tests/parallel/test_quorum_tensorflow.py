@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -53,13 +54,16 @@ def barrier() -> None:
 class Trainer:
     """A worker on quadratics; its model is one layer whose kernel is x."""
 
-    def __init__(self, algorithm: Any, compiled: bool, model: Any = None, start: bool = True, **options: Any) -> None:
+    def __init__(
+        self, algorithm: Any, compiled: bool, model: Any = None, start: bool = True, local: Any = None, **options: Any
+    ) -> None:
+        self.poison = tf.Variable(0.0, dtype="float64")
         if model is None:
             layer = keras.layers.Dense(1, use_bias=False, dtype="float64", name="x")
             model = keras.Sequential([keras.Input((1,)), layer], name="model")
             model.set_weights([tf.zeros((1, 1), tf.float64)])
             options = {"quorum": 2} | options
-            optimizer = hvdp.PeriodicOptimizer(keras.optimizers.SGD(RATE), model, algorithm, PERIOD, **options)
+            optimizer = hvdp.PeriodicOptimizer(local or keras.optimizers.SGD(RATE), model, algorithm, PERIOD, **options)
             model.compile(optimizer, loss="mse", jit_compile=False)
             optimizer.build(model.trainable_variables)
         else:
@@ -76,7 +80,7 @@ class Trainer:
 
     def step(self) -> None:
         h, b = CURVATURE[hvd.rank()], MINIMUM[hvd.rank()]
-        self.optimizer.apply_gradients([(h * (tf.convert_to_tensor(self.x) - b), self.x)])
+        self.optimizer.apply_gradients([(h * (tf.convert_to_tensor(self.x) - b) + self.poison, self.x)])
 
     def center(self) -> float:
         with self.optimizer.center():
@@ -149,6 +153,41 @@ def test_rounds_of_all_are_synchronous_to_the_bit(ranks: list[dict[str, Any]]) -
     for name in ALGORITHMS:
         for rounds, synchronous in column(ranks, "rounds_of_all", name):
             assert rounds == synchronous, name
+
+
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "skip": (DiLoCo(), {"nonfinite": "skip"}),
+    "skip, easgd": (EASGD(), {"nonfinite": "skip"}),
+}
+
+
+@scenario
+def options_in_rounds() -> Any:
+    """Options in rounds of all, and in synchronous training: what each rank ends with."""
+    results = {}
+    for number, (name, (algorithm, options)) in enumerate(OPTIONS.items()):
+        seen = []
+        for quorum in (2, None):
+            local = keras.optimizers.SGD(RATE, momentum=0.5)
+            trainer = Trainer(algorithm, compiled=number % 2 == 0, local=local, quorum=quorum, **options)
+            if quorum is not None:
+                trainer.replay([range(3)] * 4)
+            for step in range(4 * PERIOD + 1):
+                trainer.poison.assign(math.nan if "nonfinite" in options and (step, hvd.rank()) == (3, 1) else 0.0)
+                trainer.take()
+            trainer.optimizer.finalize()
+            counters = trainer.optimizer.synchronizer.counters
+            momentum = [v.numpy().tolist() for v in local.variables[1:]]
+            seen.append([trainer.x.numpy().tolist(), trainer.center(), momentum, counters.left_out, counters.rounds])
+        results[name] = seen
+    return results
+
+
+def test_options_in_rounds_of_all_are_as_synchronously_to_the_bit(ranks: list[dict[str, Any]]) -> None:
+    for name, (_, options) in OPTIONS.items():
+        for rank, (rounds, synchronous) in enumerate(column(ranks, "options_in_rounds", name)):
+            assert rounds == synchronous, name
+            assert rounds[3] == (rank == 1 and "nonfinite" in options), name
 
 
 BEFORE, AFTER = [[0, 1, 2], [0, 1], [0, 1]], [[1, 2], [0, 1, 2], [0, 1]]
