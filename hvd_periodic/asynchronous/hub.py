@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from statistics import median
 from typing import cast
 
 import numpy as np
@@ -17,6 +19,7 @@ from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, Exchanged
 from hvd_periodic.asynchronous.rounds import Rounds
 from hvd_periodic.asynchronous.service import ANSWER, Service, ServiceTransport, payload_tag
 from hvd_periodic.asynchronous.wire_formats import States
+from hvd_periodic.centers.norm_bounds import factor
 from hvd_periodic.checkpoints.tree import Leaves
 from hvd_periodic.comm.handshake import Purpose, Record, integers, unpack_records
 from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, Request
@@ -38,6 +41,11 @@ _LOOK = 0.1
 _TEXT = 1024
 """Bytes of the reason why a worker cannot go on."""
 
+_VERDICT = 7
+"""Integers of the verdict on a round before the members and their records, or the reason why it did not close: what
+has become of it, its number, the number of members, the staleness of the worker; and as float64 the norm of its
+message, the factor to which that was reduced, and the norm of the mean, each NaN if there is none."""
+
 
 @dataclass(frozen=True)
 class Round:
@@ -49,6 +57,7 @@ class Round:
         records: their records, in the same order.
         staleness: rounds that closed between the one that this worker was in before, and this one.
         moved: whether the center has moved.
+        norms: ``message_norm`` of this worker, and ``mean_norm``, where norms are bounded.
     """
 
     number: int
@@ -56,6 +65,7 @@ class Round:
     records: Sequence[Record]
     staleness: int
     moved: bool
+    norms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -176,7 +186,7 @@ class HubTransport(ServiceTransport):
     def sizes(self) -> tuple[int, int]:
         """Return the number of integers of what a worker says, and of the verdict on a round."""
         width = len(integers(Record(0, 0)))
-        return width + self._rates, 4 + self.workers * (1 + width) + _TEXT // 8
+        return width + self._rates, _VERDICT + self.workers * (1 + width) + _TEXT // 8
 
     def _send(self, sent: Contribution) -> tuple[np.ndarray, Iterator[np.ndarray]]:
         """Send what this worker has; return the verdict, and the vectors to pull."""
@@ -229,12 +239,16 @@ class HubTransport(ServiceTransport):
             RuntimeError: it did not close.
         """
         what, number, count, staleness = verdict[:4].tolist()
+        rest = verdict[_VERDICT:]
         if what == _FAILED:
-            raise RuntimeError(verdict[4:].tobytes().split(b"\0", 1)[0].decode())
-        members, rest = verdict[4 : 4 + count].tolist(), verdict[4 + count :]
+            raise RuntimeError(rest.tobytes().split(b"\0", 1)[0].decode())
+        told = verdict[4:_VERDICT].view(np.float64).tolist()
+        norm, cut, mean = (None if math.isnan(each) else each for each in told)
+        self.cut = cut
+        norms = {key: each for key, each in (("message_norm", norm), ("mean_norm", mean)) if each is not None}
         width = len(integers(Record(0, 0)))
-        records, _ = unpack_records(rest[: count * width])
-        return Round(number, members, records, staleness, what == _MOVED)
+        records, _ = unpack_records(rest[count : count * (1 + width)])
+        return Round(number, rest[:count].tolist(), records, staleness, what == _MOVED, norms)
 
 
 class Hub(Service):
@@ -381,12 +395,15 @@ class Hub(Service):
         rest = all(record.purpose == Purpose.LEAVE and not record.pending for record in records)
         moves = not rest and any(exchange.weight != 0 for exchange in exchanges)
         left_out = [worker for worker, record in zip(members, records, strict=True) if record.left_out]
+        norms, mean = [math.nan] * len(members), math.nan
         pulled: list[np.ndarray] = []
         if moves:
             leading = members.index(self._transport.root) if self._transport.root in members else 0
             payloads = zip(*(each.payloads for each in taking), strict=True)
             counted = [[None if r.left_out else p for p, r in zip(of_all, records, strict=True)] for of_all in payloads]
-            pulled = [self._center.close(i, of_all, exchanges, leading) for i, of_all in enumerate(counted)]
+            exchanges, norms = self._limit_messages(counted, exchanges)
+            totals, mean = self._limit_mean(counted, exchanges, leading)
+            pulled = [self._center.close(i, total, exchanges[leading]) for i, total in enumerate(totals)]
             if self._center.optimized:
                 self._optimizer.step()
                 self._stepped = True
@@ -398,9 +415,47 @@ class Hub(Service):
         self._rounds.close(members)
         number = int(self._center.ledger.rounds[0])
         told = [*members, *(word for record in records for word in integers(record))]
-        for worker, missed in zip(members, staleness, strict=True):
-            verdict = [_MOVED if moves else _NOTHING, number, len(members), missed, *told]
-            self._tell(worker, verdict, pulled if moves or worker in left_out else [])
+        for worker, missed, norm, exchange in zip(members, staleness, norms, exchanges, strict=True):
+            found = np.array([norm, math.nan if exchange.cut is None else exchange.cut, mean])
+            verdict = [_MOVED if moves else _NOTHING, number, len(members), missed, *found.view(np.int64).tolist()]
+            self._tell(worker, [*verdict, *told], pulled if moves or worker in left_out else [])
+
+    def _limit_messages(
+        self, payloads: Sequence[Sequence[np.ndarray | None]], exchanges: Sequence[Exchange]
+    ) -> tuple[list[Exchange], list[float]]:
+        """Return the exchanges with the factors for messages that are too long, and the norms; NaN without a bound.
+
+        As :class:`~.norm_bounds.NormLimiter`, here with the messages of all: of the parameters, before weights, the
+        median over those who count.
+        """
+        center, bounds = self._center, self._center.parts[0].bounds
+        if bounds is None or bounds.message is None:
+            return list(exchanges), [math.nan] * len(exchanges)
+        share, norms = center.parts[0].algorithm.share_of_worker, []
+        for place, exchange in enumerate(exchanges):
+            of_worker = [(i, payloads[i][place]) for i in range(len(center.parts[0].layout.buckets))]
+            squares = (center.space.square(center.message(i, p, exchange)) for i, p in of_worker if p is not None)
+            norms.append(math.sqrt(sum(squares)) / share(exchange))
+        counted = [norm for norm, exchange in zip(norms, exchanges, strict=True) if exchange.weight != 0]
+        limit = float(median(counted)) if isinstance(bounds.message, str) else bounds.message
+        return [replace(each, cut=factor(norm, limit)) for norm, each in zip(norms, exchanges, strict=True)], norms
+
+    def _limit_mean(
+        self, payloads: Sequence[Sequence[np.ndarray | None]], exchanges: Sequence[Exchange], leading: int
+    ) -> tuple[Iterable[np.ndarray | None], float]:
+        """Return the totals of all buckets, with the mean of the parameters within its bound; and its norm, or NaN."""
+        center, bounds = self._center, self._center.parts[0].bounds
+        totals = (center.total_of_round(i, of_all, exchanges) for i, of_all in enumerate(payloads))
+        share = center.parts[0].algorithm.share_of_mean(exchanges[leading])
+        if bounds is None or bounds.mean is None or share is None:
+            return totals, math.nan
+        count = len(center.parts[0].layout.buckets)
+        limited = [next(totals) for _ in range(count)]
+        norm = share * math.sqrt(sum(center.space.square(total) for total in limited if total is not None))
+        scale = factor(norm, bounds.mean)
+        if scale is not None:
+            limited = [None if total is None else center.space.scale(scale, total) for total in limited]
+        return chain(limited, totals), norm
 
     def _exchanges_of(
         self, members: Sequence[int], taking: Sequence[Contribution], staleness: Sequence[int]
@@ -429,7 +484,7 @@ class Hub(Service):
         waiting = self._rounds.waiting
         for worker in waiting:
             self._contributions.pop(worker, None)
-            self._tell(worker, [_FAILED, 0, 0, 0, *_in_bytes(text).view(np.int64).tolist()], [])
+            self._tell(worker, [_FAILED, *[0] * (_VERDICT - 1), *_in_bytes(text).view(np.int64).tolist()], [])
         self._rounds.dismiss(waiting)
         return bool(waiting)
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -260,13 +261,14 @@ class Worker:
             # one bucket more, it receives the staleness.
             for pulled, (part, bucket) in zip(self.transport.exchange(exchange, payloads()), buckets, strict=False):
                 moved = True
+                cut = self.transport.cut if part is parts[0] else None
                 center = self._replica.from_host(pulled, bucket)
                 if self.on_pull is not None:
                     self.on_pull(part, bucket, center, exchange)
                 if left_out:
                     part.start_from(bucket, center)
                 else:
-                    part.pull(bucket, center, exchange)
+                    part.pull(bucket, center, replace(exchange, cut=cut))
             for part in parts if moved else ():
                 part.remember_taken()
         return sum(bucket.nbytes for _, bucket in buckets)

@@ -385,9 +385,15 @@ class TensorGroup(Generic[V]):
         return message
 
     def pull(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
-        """Pull a bucket of the replica, given the published center."""
+        """Pull a bucket of the replica, given the published center: by what was sent, if the message was cut."""
+        algorithm, space = self.algorithm, self._replica.space
         for part in self._blocks[bucket.index]:
-            self._pull(self._block(bucket, part), _part(center, bucket, part), exchange)
+            block, pulling, sent = self._block(bucket, part), _part(center, bucket, part), None
+            if exchange.cut is not None and not algorithm.uses_error_feedback:
+                copies = {key: space.copy(vector) for key, vector in block.worker.items()}
+                message, _ = algorithm.message(space, block.x, copies, pulling, exchange)
+                sent = space.scale(exchange.cut, message)
+            self._pull(block, pulling, exchange, sent)
 
     def remember_taken(self) -> None:
         """Note what the replica holds after a pull, if later messages need that.

@@ -76,7 +76,13 @@ class WithQuorum(Asynchronous[V]):
         shared = [ExchangedTensors(kind.values.layout, kind.algorithm) for kind in tensors]
         algorithm, optimized, power = exchanged.algorithm, exchanged.outer is not None, context.staleness_power
         keeps_taken = algorithm.reads_before and algorithm.reads_after
-        shared[0] = replace(shared[0], optimized=optimized, staleness_power=power, sends_messages=keeps_taken)
+        shared[0] = replace(
+            shared[0],
+            optimized=optimized,
+            staleness_power=power,
+            sends_messages=keeps_taken,
+            bounds=context.bounds,
+        )
         outer = exchanged.center_optimizer
         self.worker = Worker(membership, exchanged.replica, outer, shared, False, use_locking, quorum=quorum)
         groups = exchanged.groups(tensors, self.worker.placements, membership, keeps_taken=keeps_taken)
@@ -92,6 +98,8 @@ class WithQuorum(Asynchronous[V]):
             "nonfinite": context.nonfinite,
             "weight": weight_in_words(context.handshake.weight),
             "staleness_power": context.staleness_power,
+            "max_message_norm": context.bounds and context.bounds.message,
+            "max_mean_norm": context.bounds and context.bounds.mean,
             **self.worker.facts(),
         }
 
@@ -151,7 +159,7 @@ class WithQuorum(Asynchronous[V]):
             context.handshake.notify_followers()
             ranks = context.membership.communicator.global_ranks
             members = [ranks[member] for member in closed.members]
-            report_exchange(self, own, came, self._hub.waited, number=closed.number, members=members)
+            report_exchange(self, own, came, self._hub.waited, True, closed.number, members, closed.norms)
             progress.time(step)
         return any(record.training for record in closed.records)
 

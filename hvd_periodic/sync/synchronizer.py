@@ -210,8 +210,6 @@ class ReplicaSynchronizer(Generic[V]):
                 fragments=(fragments, fragments > 1),
                 audit_every=(audit_every, audit_every > 0),
                 center=(center, center == "sharded"),
-                max_message_norm=(max_message_norm, max_message_norm is not None),
-                max_mean_norm=(max_mean_norm, max_mean_norm is not None),
                 parameters=("rows" if replica.tables else "present", bool(replica.tables or replica.present)),
             )
         needed = as_quorum(quorum, None if asynchronous else grace_seconds, algorithm, communicator, outer is not None)

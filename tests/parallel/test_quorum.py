@@ -249,6 +249,8 @@ def test_a_saved_set_resumes_exactly(ranks: list[dict[str, Any]]) -> None:
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "skip": (hvdp.DiLoCo(), {"nonfinite": "skip"}),
     "skip, agn": (hvdp.AGN(), {"nonfinite": "skip"}),
+    "bounds": (hvdp.DiLoCo(), {"max_message_norm": "median", "max_mean_norm": 0.1}),
+    "bound, easgd": (hvdp.EASGD(0.3), {"max_message_norm": 0.05}),
 }
 
 

@@ -158,6 +158,8 @@ def test_rounds_of_all_are_synchronous_to_the_bit(ranks: list[dict[str, Any]]) -
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "skip": (DiLoCo(), {"nonfinite": "skip"}),
     "skip, easgd": (EASGD(), {"nonfinite": "skip"}),
+    "bounds": (SlowMo(), {"max_message_norm": "median", "max_mean_norm": 0.1}),
+    "bound, easgd": (EASGD(0.25), {"max_message_norm": 0.1}),
 }
 
 

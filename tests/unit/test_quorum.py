@@ -594,8 +594,6 @@ def refusal(size: int, algorithm: Algorithm, **options: Any) -> str:
         ({"quorum": 2, "audit_every": 1}, "`audit_every` is not available with `quorum`"),
         ({"quorum": 2, "center": "sharded"}, "`center` is not available with `quorum`"),
         ({"quorum": 2, "compression": Compression.int8}, "`compression` is not available with `quorum`"),
-        ({"quorum": 2, "max_message_norm": 1.0}, "`max_message_norm` is not available with `quorum`"),
-        ({"quorum": 2, "max_mean_norm": 1.0}, "`max_mean_norm` is not available with `quorum`"),
         ({"quorum": 2, "parameters": lambda *_: "present"}, "`parameters` is not available with `quorum`"),
         (
             {"quorum": 2, "parameters": lambda name, _: "rows" if name == "x" else None},

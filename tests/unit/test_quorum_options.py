@@ -1,8 +1,9 @@
-"""Rounds with a quorum and other options of synchronous exchange: ranks that are left out."""
+"""Rounds with a quorum and other options of synchronous exchange: ranks that are left out, bounds on norms."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from hvd_periodic import Communicator
 from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
+from hvd_periodic.journal.files import read_run_log
 from hvd_periodic.numpy import SGD
 from tests.helpers import run_ranks
 from tests.unit.test_quorum import CURVATURE, EVERY, LONG, MINIMUM, PERIOD, RATE, Trainer, arrays, made, step
@@ -48,6 +50,98 @@ def test_in_rounds_of_all_who_is_not_finite_is_left_out_as_synchronously(name: s
         for one, other in zip(here, there, strict=True):
             np.testing.assert_array_equal(one, other)
             assert np.isfinite(one).all()
+
+
+BOUNDS: dict[str, dict[str, Any]] = {
+    "message": {"max_message_norm": 0.3},
+    "median": {"max_message_norm": "median"},
+    "mean": {"max_mean_norm": 0.2},
+    "both, skip": {"max_message_norm": "median", "max_mean_norm": 0.2, "nonfinite": "skip"},
+}
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("name", EVERY)
+def test_in_rounds_of_all_norms_are_bounded_as_synchronously(name: str, bounds: str, tmp_path: Path) -> None:
+    """To the bit, also the norms that the run log has."""
+    given = {key: value for key, value in BOUNDS[bounds].items() if name != "easgd" or key != "max_mean_norm"}
+
+    def work(communicator: Communicator, log: str, **options: Any) -> list[Any]:
+        xs, seen, rank = arrays(), [], communicator.rank
+        optimizer = made(communicator, name, xs, run_log=tmp_path / log, **given, **options)
+        if options:
+            optimizer.synchronizer.exchanger.replay([range(3)] * 6)  # type: ignore[attr-defined]
+            communicator.allgather_object(None, "replayed")
+        for number in range(5 * PERIOD + 1):
+            if number == 2 * PERIOD - 1 and rank == 1 and "nonfinite" in given:
+                xs["w"][0, 0] = np.nan
+            step(optimizer, xs, rank)
+            seen += [x.copy() for x in xs.values()]
+            if number % PERIOD == 1:
+                with optimizer.center():
+                    seen += [x.copy() for x in xs.values()]
+        optimizer.finalize()
+        return [*seen, *xs.values()]
+
+    rounds, synchronous = run_ranks(3, lambda c: work(c, "q", quorum=2)), run_ranks(3, lambda c: work(c, "s"))
+    for here, there in zip(rounds, synchronous, strict=True):
+        for one, other in zip(here, there, strict=True):
+            np.testing.assert_array_equal(one, other)
+    norms = [
+        [
+            (line.get("message_norm"), line.get("mean_norm"))
+            for line in lines
+            if line["event"] == "exchanged" and not line.get("left_out")
+        ]
+        for log in "qs"
+        for lines in read_run_log(tmp_path / log).values()
+    ]
+    assert norms[:3] == norms[3:]
+    assert all((message is not None) == ("max_message_norm" in given) for message, _ in norms[0])
+    assert all((mean is not None) == ("max_mean_norm" in given) for _, mean in norms[0])
+
+
+@pytest.mark.parametrize("bound", [0.2, "median"])
+@pytest.mark.parametrize("kind", ["averaging", "easgd"])
+def test_in_rounds_of_some_messages_are_bounded_among_them(kind: str, bound: float | str) -> None:
+    algorithm = Averaging() if kind == "averaging" else EASGD(0.25)
+    mean = 0.1 if kind == "averaging" else None
+
+    def work(communicator: Communicator) -> tuple[list[float], float]:
+        trainer = Trainer(communicator, algorithm, quorum=2, max_message_norm=bound, max_mean_norm=mean)
+        trainer.replay([sorted(members) for members in LONG])
+        centers = []
+        for members in LONG:
+            if communicator.rank in members:
+                trainer.period()
+            communicator.allgather_object(None, "closed")
+            centers.append(trainer.center())
+            communicator.allgather_object(None, "seen")
+        return centers, float(trainer.x[0])
+
+    x, h, c, pending, expected = [0.0] * 3, [0.0] * 3, 0.0, [True] * 3, []
+    for members in LONG:
+        for i in range(3):
+            for _ in range(PERIOD if pending[i] else 0):
+                x[i] -= RATE * CURVATURE[i] * (x[i] - MINIMUM[i])
+            pending[i] = i in members
+        d = {i: x[i] - (h[i] if kind == "averaging" else c) for i in sorted(members)}
+        limit = float(np.median([abs(each) for each in d.values()])) if bound == "median" else float(bound)
+        d = {i: each * min(1.0, limit / abs(each)) for i, each in d.items()}
+        if mean is None:
+            c += 0.25 * sum(d.values())
+            for i in members:
+                x[i] -= 0.25 * d[i]
+        else:
+            g = sum(d.values()) / len(members)
+            c += g * min(1.0, mean / max(abs(g), 1e-300))
+            for i in members:
+                x[i] = h[i] = c
+        expected.append(c)
+    for rank, (centers, last) in enumerate(run_ranks(3, work)):
+        assert centers == pytest.approx(expected, rel=1e-12)
+        if rank in LONG[-1]:
+            assert last == pytest.approx(x[rank], rel=1e-12)
 
 
 OUT: Sequence[Sequence[int]] = [[], [2], [0, 2], [], [0], [2], []]
