@@ -16,6 +16,9 @@ from hvd_periodic.centers.norm_bounds import NormBounds
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.space import ArraySpace
 from hvd_periodic.vectors.store import FlatStore
+from hvd_periodic.wires.base import Wire
+from hvd_periodic.wires.encoded import Encoded
+from hvd_periodic.wires.plain import Plain
 
 _ALIGNMENT = 64
 """Bytes: the size of a cache line and of the widest vector register."""
@@ -33,6 +36,7 @@ class ExchangedTensors:
         sends_messages: workers send messages, whatever the algorithm reads to form them; otherwise, they send their
             replicas if it reads the center.
         bounds: bounds on the norms of messages in rounds, and of their mean, if there are any.
+        wire: encoding of the messages that workers send to rounds.
     """
 
     layout: Layout
@@ -41,6 +45,7 @@ class ExchangedTensors:
     staleness_power: float = 0.0
     sends_messages: bool = False
     bounds: NormBounds | None = None
+    wire: Wire = Plain()  # noqa: RUF009
 
     @property
     def forms_messages(self) -> bool:
@@ -52,6 +57,12 @@ class ExchangedTensors:
         """Names of the vectors that are kept with the center, itself the first."""
         kept = [] if self.optimized else self.algorithm.init_center(ArraySpace(), np.zeros(1))
         return ("center", *(key for key in kept if key != "center"))
+
+    def new_payload(self, bucket: Bucket) -> np.ndarray:
+        """Return an array for what a worker sends of a bucket."""
+        return (
+            np.empty(self.wire.packed_size(bucket.size), np.uint8) if isinstance(self.wire, Encoded) else empty(bucket)
+        )
 
     def discount(self, exchange: Exchange) -> float:
         """Return the factor of a message that is staler than those of equal workers in turn.
@@ -218,10 +229,16 @@ class CenterInMemory:
                 stores[key].write(bucket, vector)
         return np.array(algorithm.publish(space, center | moved, exchange)) if algorithm.reads_after else before
 
+    def new_payload(self, index: int) -> np.ndarray:
+        """Return an array for what a worker sends to a round on a bucket."""
+        return self.parts[self._places[index][0]].new_payload(self.buckets[index])
+
     def message(self, index: int, payload: np.ndarray, exchange: Exchange) -> np.ndarray:
         """Return the message of a worker in a round on a bucket, without weight, given what it has sent."""
-        part, _, _ = self._places[index]
+        part, _, bucket = self._places[index]
         tensors = self.parts[part]
+        if isinstance(tensors.wire, Encoded):
+            return tensors.wire.unpack(self.space.coding, payload, bucket.size).astype(empty(bucket).dtype)
         if not tensors.forms_messages:
             return payload
         before = self._published(index, exchange)

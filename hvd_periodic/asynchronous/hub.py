@@ -201,7 +201,7 @@ class HubTransport(ServiceTransport):
 
         def pulled() -> Iterator[np.ndarray]:
             takes = verdict[0] == _MOVED or (verdict[0] == _NOTHING and sent.record.left_out)
-            buffers = [np.empty_like(payload) for payload in sent.payloads] if takes else []
+            buffers = [empty(bucket) for bucket in self._buckets[: self._count]] if takes else []
             receiving = [self._replies.receive(out, self.root, payload_tag(i) + 1) for i, out in enumerate(buffers)]
             for request, out in zip(receiving, buffers, strict=True):
                 self._wait([request])
@@ -337,7 +337,7 @@ class Hub(Service):
         operation = int(header[0])
         if operation == _COME:
             words = np.empty(self._transport.sizes()[0], np.int64)
-            payloads = [empty(self._center.buckets[index]) for index in range(self._center.count)]
+            payloads = [self._center.new_payload(index) for index in range(self._center.count)]
             requests = [self._requests.receive(words, source, ANSWER)]
             requests += [self._requests.receive(out, source, payload_tag(i)) for i, out in enumerate(payloads)]
             self._coming[source] = words, payloads, requests

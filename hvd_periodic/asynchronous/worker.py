@@ -18,7 +18,7 @@ import numpy as np
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.asynchronous.center_file import CenterFile
-from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors, empty, numbered
+from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors, numbered
 from hvd_periodic.asynchronous.hub import HubTransport
 from hvd_periodic.asynchronous.ledger import Ledger, lack
 from hvd_periodic.asynchronous.rounds import Quorum, Rounds
@@ -62,6 +62,7 @@ class RemoteCenter(Placement):
     """
 
     name = "asynchronous"
+    reduces = False
 
     def __init__(self, communicator: Communicator, root: int, worker: Worker, part: int, key: str = "center") -> None:
         super().__init__(communicator, root)
@@ -246,14 +247,21 @@ class Worker:
 
         If it is left out of a round, it sends zeros, and starts from the center that it gets.
         """
-        buckets = list(all_buckets(parts))
+        buckets, sent, residuals = list(all_buckets(parts)), 0, list[tuple[TensorGroup[Any], Bucket, Any]]()
 
         def payloads() -> Iterator[np.ndarray]:
+            nonlocal sent
             for part, bucket in buckets:
                 if left_out:
-                    yield np.zeros_like(empty(bucket))
+                    payload = np.zeros_like(self._parts[parts.index(part)].new_payload(bucket))
+                elif part.error_feedback.wire.lossy:
+                    packed, residual = part.packed(bucket, exchange)
+                    payload = np.frombuffer(self._replica.to_bytes(packed), np.uint8)
+                    residuals.append((part, bucket, residual))
                 else:
-                    yield self._replica.to_host(part.payload(bucket, exchange), bucket)
+                    payload = self._replica.to_host(part.payload(bucket, exchange), bucket)
+                sent += payload.nbytes
+                yield payload
 
         moved = False
         with self.transaction():
@@ -269,9 +277,12 @@ class Worker:
                     part.start_from(bucket, center)
                 else:
                     part.pull(bucket, center, replace(exchange, cut=cut))
-            for part in parts if moved else ():
-                part.remember_taken()
-        return sum(bucket.nbytes for _, bucket in buckets)
+            if moved:
+                for part, bucket, residual in residuals:
+                    part.error_feedback.keep(bucket, residual)
+                for part in parts:
+                    part.remember_taken()
+        return sent
 
     def wait_for_group(self, parts: Sequence[TensorGroup[Any]], grace: float) -> float:
         """Wait, after a push, for those who push within ``grace`` seconds of the first of a group; take the center.
@@ -386,6 +397,8 @@ class Worker:
                 lacking[rank],
             )
             self.take(parts)
+            for part in parts:
+                part.error_feedback.reset()
 
     def take(self, parts: Sequence[TensorGroup[Any]]) -> None:
         """Set the replica to the center, if workers keep what they took, or take the center in rounds."""

@@ -137,8 +137,9 @@ class TensorGroup(Generic[V]):
         self.worker: dict[str, Store[V]] = {
             key: replica.new_store(values.layout, f"{name}.{key}") for key in self._initial_worker(first)
         }
+        lasting = overlapped or not placement.reduces
         self.error_feedback = ErrorFeedback(
-            name, values.layout, placement, replica, algorithm, wire, membership.communicator, overlapped
+            name, values.layout, placement, replica, algorithm, wire, membership.communicator, lasting
         )
         if self.error_feedback.residual is not None:
             self.worker[RESIDUAL] = self.error_feedback.residual
@@ -383,6 +384,10 @@ class TensorGroup(Generic[V]):
         message, changed = self.algorithm.message(self._replica.space, x, worker, center, exchange, out=out)
         self._write(self.worker, bucket, worker, changed)
         return message
+
+    def packed(self, bucket: Bucket, exchange: Exchange) -> tuple[V, V]:
+        """Return :meth:`payload` as bytes, with the residual of earlier ones; and its own, to be kept later."""
+        return self.error_feedback.pack(bucket, self.payload(bucket, exchange), int(exchange.size))
 
     def pull(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
         """Pull a bucket of the replica, given the published center: by what was sent, if the message was cut."""

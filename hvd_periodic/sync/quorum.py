@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TypeVar, cast
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange
+from hvd_periodic.arguments import described
 from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors
 from hvd_periodic.asynchronous.hub import HubTransport, Round
 from hvd_periodic.asynchronous.worker import Worker
@@ -24,6 +25,8 @@ from hvd_periodic.sync.reporting import report_exchange, with_distance
 from hvd_periodic.sync.status import LocalStatus, ScheduleState
 from hvd_periodic.sync.synchronous import weight_in_words
 from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.wires.base import Wire
+from hvd_periodic.wires.encoded import Encoded
 
 V = TypeVar("V")
 
@@ -82,10 +85,14 @@ class WithQuorum(Asynchronous[V]):
             staleness_power=power,
             sends_messages=keeps_taken,
             bounds=context.bounds,
+            wire=context.wire,
         )
+        _check_wire(context.wire, shared[0])
         outer = exchanged.center_optimizer
         self.worker = Worker(membership, exchanged.replica, outer, shared, False, use_locking, quorum=quorum)
-        groups = exchanged.groups(tensors, self.worker.placements, membership, keeps_taken=keeps_taken)
+        groups = exchanged.groups(
+            tensors, self.worker.placements, membership, wire=context.wire, keeps_taken=keeps_taken
+        )
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
         context.handshake.apart = self._apart
@@ -98,6 +105,7 @@ class WithQuorum(Asynchronous[V]):
             "nonfinite": context.nonfinite,
             "weight": weight_in_words(context.handshake.weight),
             "staleness_power": context.staleness_power,
+            "compression": described(context.wire),
             "max_message_norm": context.bounds and context.bounds.message,
             "max_mean_norm": context.bounds and context.bounds.mean,
             **self.worker.facts(),
@@ -202,3 +210,21 @@ class WithQuorum(Asynchronous[V]):
         communicator.give_up(set(range(communicator.size)) - set(self._hub.round.members))
         self.worker.finish()
         self.worker.take(list(self.tensor_groups))
+
+
+def _check_wire(wire: Wire, parameters: ExchangedTensors) -> None:
+    """Raise a ValueError for a lossy wire if workers cannot form messages in bytes before their round closes."""
+    if not wire.lossy:
+        return
+    algorithm = parameters.algorithm
+    if not isinstance(wire, Encoded) or parameters.forms_messages or not algorithm.uses_error_feedback:
+        raise ValueError(
+            "`compression` with `quorum` is for averaging, DiLoCo, SlowMo, BMUF and AGN, whose workers form messages "
+            f"before their round closes, and for wires of bytes. Received: {algorithm!r}, compression={wire!r}"
+        )
+    if parameters.bounds is not None and parameters.bounds.message is not None:
+        raise ValueError(
+            "`compression` and `max_message_norm` cannot be combined with `quorum`, where the root bounds messages "
+            "that are encoded already: leave out one of them, or pass max_mean_norm. Received: "
+            f"compression={wire!r}, max_message_norm={parameters.bounds.message!r}"
+        )

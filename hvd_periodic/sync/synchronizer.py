@@ -206,7 +206,6 @@ class ReplicaSynchronizer(Generic[V]):
                 quorum,
                 asynchronous=(asynchronous, bool(asynchronous)),
                 overlap=(overlap, overlaps),
-                compression=(compression, wire.lossy),
                 fragments=(fragments, fragments > 1),
                 audit_every=(audit_every, audit_every > 0),
                 center=(center, center == "sharded"),

@@ -1,4 +1,4 @@
-"""Rounds with a quorum and other options of synchronous exchange: ranks that are left out, bounds on norms."""
+"""Rounds with a quorum and other options of synchronous exchange: skipped ranks, bounds on norms, compression."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import Communicator
-from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
+from hvd_periodic import Communicator, Compression
+from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging, DiLoCo
 from hvd_periodic.journal.files import read_run_log
-from hvd_periodic.numpy import SGD
-from tests.helpers import run_ranks
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
+from tests.helpers import errors, run_ranks
 from tests.unit.test_quorum import CURVATURE, EVERY, LONG, MINIMUM, PERIOD, RATE, Trainer, arrays, made, step
 
 BROKEN: dict[int, Sequence[int]] = {1: [1], 2: [0, 2], 3: [0, 1, 2], 5: [2]}
@@ -211,3 +211,102 @@ def test_in_rounds_of_some_the_others_move_the_center(kind: str, algorithm: Algo
     for centers, _ in results:
         assert centers == pytest.approx(expected, rel=1e-12)
     assert [count for _, count in results] == [2, 0, 3]
+
+
+def unsent(optimizer: PeriodicOptimizer) -> Any:
+    """Return a copy of the error memory of a rank."""
+    return optimizer.synchronizer.state_dict()["vectors"]["parameters"]["unsent"]["w"].copy()
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "easgd"])
+def test_in_rounds_of_all_sparse_messages_are_as_synchronously(name: str) -> None:
+    """To the bit, where ranks sum in float32; also their error memory."""
+
+    def work(communicator: Communicator, **options: Any) -> list[Any]:
+        xs = {"w": np.linspace(-1, 1, 20, dtype=np.float32)}
+        optimizer = made(communicator, name, xs, compression=Compression.topk(0.3), **options)
+        if options:
+            optimizer.synchronizer.exchanger.replay([range(3)] * 6)  # type: ignore[attr-defined]
+            communicator.allgather_object(None, "replayed")
+        seen = []
+        for _ in range(5 * PERIOD + 1):
+            step(optimizer, xs, communicator.rank)
+            seen += [xs["w"].copy(), unsent(optimizer)]
+        optimizer.finalize()
+        return [*seen, xs["w"], unsent(optimizer)]
+
+    for here, there in zip(run_ranks(3, lambda c: work(c, quorum=2)), run_ranks(3, work), strict=True):
+        for one, other in zip(here, there, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert any(error.any() for error in here[1::2])
+
+
+@pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", "topk"])
+def test_what_is_not_sent_is_kept_whoever_takes_part(wire: str) -> None:
+    """The center has moved by all that ranks had to say, but for their error memories; who is late keeps its own."""
+    compression = Compression.topk(0.25) if wire == "topk" else getattr(Compression, wire)
+
+    def work(communicator: Communicator) -> Any:
+        x, rank, told = np.zeros(24), communicator.rank, np.zeros(24)
+        options: dict[str, Any] = {"process_set": communicator, "quorum": 2, "compression": compression}
+        optimizer = PeriodicOptimizer(SGD(0.1), {"w": x}, AGN(), PERIOD, outer_optimizer=SGD(1.0), **options)
+        optimizer.synchronizer.begin()
+        optimizer.synchronizer.exchanger.replay([sorted(members) for members in LONG])  # type: ignore[attr-defined]
+        communicator.allgather_object(None, "replayed")
+        random = np.random.default_rng(rank)
+        for members in LONG:
+            before = unsent(optimizer)
+            for _ in range(PERIOD if rank in members else 0):
+                gradient = random.normal(size=24)
+                told += gradient / PERIOD
+                optimizer.step([gradient])
+            communicator.allgather_object(None, "closed")
+            assert (unsent(optimizer) == before).all() != (rank in members)
+        return told, unsent(optimizer), optimizer.synchronizer.state_dict()["vectors"]["parameters"]["center"]["w"]
+
+    results = run_ranks(3, work)
+    total = sum(told - error for told, error, _ in results)
+    for _, _, center in results:
+        np.testing.assert_allclose(-center, total, rtol=0, atol=1e-12)
+
+
+def test_error_memory_stays_where_a_round_moves_nothing() -> None:
+    """All weights are 0 in the second round, and one rank is left out of the third."""
+
+    def work(communicator: Communicator) -> list[Any]:
+        xs, rank, number = {"w": np.zeros(12)}, communicator.rank, 0
+        options: dict[str, Any] = {"process_set": communicator, "quorum": 2, "compression": Compression.topk(0.2)}
+        options |= {"weight": lambda: 0.0 if number == 1 else 1.0, "nonfinite": "skip"}
+        optimizer = PeriodicOptimizer(SGD(0.1), xs, DiLoCo(), 1, **options)
+        optimizer.synchronizer.begin()
+        optimizer.synchronizer.exchanger.replay([range(3)] * 3)  # type: ignore[attr-defined]
+        communicator.allgather_object(None, "replayed")
+        seen = []
+        for number in range(3):
+            gradient = np.sin(np.arange(12.0) + rank + number)
+            optimizer.step([np.full(12, np.nan) if (number, rank) == (2, 1) else gradient])
+            seen.append(unsent(optimizer))
+        return seen
+
+    for rank, (first, second, third) in enumerate(run_ranks(3, work)):
+        assert first.any()
+        np.testing.assert_array_equal(second, first)
+        assert (third == second).all() == (rank == 1)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "text"),
+    [
+        (EASGD(), {}, "`compression` with `quorum` is for averaging, DiLoCo, SlowMo, BMUF and AGN"),
+        (DiLoCo(), {"max_message_norm": 1.0}, "`compression` and `max_message_norm` cannot be combined with `quorum`"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(value),
+)
+def test_what_does_not_go_with_compression_in_rounds(algorithm: Algorithm, options: dict[str, Any], text: str) -> None:
+    def work(communicator: Communicator) -> None:
+        more = {"process_set": communicator, "quorum": 2, "compression": Compression.int8, **options}
+        PeriodicOptimizer(SGD(0.1), {"w": np.zeros(3)}, algorithm, PERIOD, **more)
+
+    for kind, found in errors(3, work):
+        assert kind is ValueError
+        assert text in found
