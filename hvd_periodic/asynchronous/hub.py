@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from itertools import chain
-from statistics import median
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors, empty
+from hvd_periodic.asynchronous.closing import Closing, Contribution
 from hvd_periodic.asynchronous.rounds import Rounds
 from hvd_periodic.asynchronous.service import ANSWER, Service, ServiceTransport, payload_tag
 from hvd_periodic.asynchronous.wire_formats import States
-from hvd_periodic.centers.norm_bounds import factor
 from hvd_periodic.checkpoints.tree import Leaves
 from hvd_periodic.comm.handshake import Purpose, Record, integers, unpack_records
 from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, Request
@@ -66,21 +64,6 @@ class Round:
     staleness: int
     moved: bool
     norms: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class Contribution:
-    """What a worker comes with.
-
-    Attributes:
-        record: its record.
-        rates: learning rates of its tensors, if the algorithm uses them.
-        payloads: its replica or message, bucket by bucket.
-    """
-
-    record: Record
-    rates: list[float]
-    payloads: list[np.ndarray]
 
 
 class HubTransport(ServiceTransport):
@@ -280,6 +263,7 @@ class Hub(Service):
         self._looked = 0.0
         self._given_up: set[int] = set()
         self._abandoned: list[object] = []
+        self._closing = Closing(center, optimizer, transport.workers, transport.root)
         super().__init__(requests, replies, center, optimizer, states)
 
     def attend_round(
@@ -384,100 +368,19 @@ class Hub(Service):
                 )
 
     def _close(self, members: Sequence[int]) -> None:
-        """Close a round: move the center by what its members have sent, and answer them.
-
-        Those who are left out take the center, also if it has not moved.
-        """
+        """Close a round, and answer its members."""
         taking = [self._contributions.pop(worker) for worker in members]
-        records = [each.record for each in taking]
-        staleness = self._center.ledger.staleness(members)
-        exchanges = self._exchanges_of(members, taking, staleness)
-        rest = all(record.purpose == Purpose.LEAVE and not record.pending for record in records)
-        moves = not rest and any(exchange.weight != 0 for exchange in exchanges)
-        left_out = [worker for worker, record in zip(members, records, strict=True) if record.left_out]
-        norms, mean = [math.nan] * len(members), math.nan
-        pulled: list[np.ndarray] = []
-        if moves:
-            leading = members.index(self._transport.root) if self._transport.root in members else 0
-            payloads = zip(*(each.payloads for each in taking), strict=True)
-            counted = [[None if r.left_out else p for p, r in zip(of_all, records, strict=True)] for of_all in payloads]
-            exchanges, norms = self._limit_messages(counted, exchanges)
-            totals, mean = self._limit_mean(counted, exchanges, leading)
-            pulled = [self._center.close(i, total, exchanges[leading]) for i, total in enumerate(totals)]
-            if self._center.optimized:
-                self._optimizer.step()
-                self._stepped = True
-                pulled[: self._center.optimized] = [self._center.read(i) for i in range(self._center.optimized)]
-            self._center.ledger.close(members)
-        elif left_out:
-            pulled = [self._center.published(i, exchanges[0]) for i in range(self._center.count)]
-            self._center.ledger.take(left_out)
+        closed = self._closing.close(members, taking)
+        self._stepped |= closed.moved and self._center.optimized > 0
         self._rounds.close(members)
         number = int(self._center.ledger.rounds[0])
-        told = [*members, *(word for record in records for word in integers(record))]
-        for worker, missed, norm, exchange in zip(members, staleness, norms, exchanges, strict=True):
-            found = np.array([norm, math.nan if exchange.cut is None else exchange.cut, mean])
-            verdict = [_MOVED if moves else _NOTHING, number, len(members), missed, *found.view(np.int64).tolist()]
-            self._tell(worker, [*verdict, *told], pulled if moves or worker in left_out else [])
-
-    def _limit_messages(
-        self, payloads: Sequence[Sequence[np.ndarray | None]], exchanges: Sequence[Exchange]
-    ) -> tuple[list[Exchange], list[float]]:
-        """Return the exchanges with the factors for messages that are too long, and the norms; NaN without a bound.
-
-        As :class:`~.norm_bounds.NormLimiter`, here with the messages of all: of the parameters, before weights, the
-        median over those who count.
-        """
-        center, bounds = self._center, self._center.parts[0].bounds
-        if bounds is None or bounds.message is None:
-            return list(exchanges), [math.nan] * len(exchanges)
-        share, norms = center.parts[0].algorithm.share_of_worker, []
-        for place, exchange in enumerate(exchanges):
-            of_worker = [(i, payloads[i][place]) for i in range(len(center.parts[0].layout.buckets))]
-            squares = (center.space.square(center.message(i, p, exchange)) for i, p in of_worker if p is not None)
-            norms.append(math.sqrt(sum(squares)) / share(exchange))
-        counted = [norm for norm, exchange in zip(norms, exchanges, strict=True) if exchange.weight != 0]
-        limit = float(median(counted)) if isinstance(bounds.message, str) else bounds.message
-        return [replace(each, cut=factor(norm, limit)) for norm, each in zip(norms, exchanges, strict=True)], norms
-
-    def _limit_mean(
-        self, payloads: Sequence[Sequence[np.ndarray | None]], exchanges: Sequence[Exchange], leading: int
-    ) -> tuple[Iterable[np.ndarray | None], float]:
-        """Return the totals of all buckets, with the mean of the parameters within its bound; and its norm, or NaN."""
-        center, bounds = self._center, self._center.parts[0].bounds
-        totals = (center.total_of_round(i, of_all, exchanges) for i, of_all in enumerate(payloads))
-        share = center.parts[0].algorithm.share_of_mean(exchanges[leading])
-        if bounds is None or bounds.mean is None or share is None:
-            return totals, math.nan
-        count = len(center.parts[0].layout.buckets)
-        limited = [next(totals) for _ in range(count)]
-        norm = share * math.sqrt(sum(center.space.square(total) for total in limited if total is not None))
-        scale = factor(norm, bounds.mean)
-        if scale is not None:
-            limited = [None if total is None else center.space.scale(scale, total) for total in limited]
-        return chain(limited, totals), norm
-
-    def _exchanges_of(
-        self, members: Sequence[int], taking: Sequence[Contribution], staleness: Sequence[int]
-    ) -> list[Exchange]:
-        """Return what an algorithm knows about the round and each of its members.
-
-        n is the number of all workers, and in a mean those who are not members, or left out, have weight 0:
-        w_i n/Σ_j w_j with w_i = (1, or the weight told) (1 + s_i)^−p.
-        """
-        power, size = self._center.parts[0].staleness_power, self._transport.workers
-        told = [1.0 if each.record.weight is None else each.record.weight for each in taking]
-        weights = [
-            0.0 if each.record.left_out else weight * (1 + missed) ** -power
-            for each, weight, missed in zip(taking, told, staleness, strict=True)
-        ]
-        total, plain = math.fsum(weights), len(members) == size and len(set(weights)) == 1
-        exchanges = []
-        for each, missed, weight in zip(taking, staleness, weights, strict=True):
-            exchange = Exchange(size, max(each.record.period, 1), rates=each.rates, staleness=missed)
-            share = weight * (size / total) if total else 0.0
-            exchanges.append(exchange if plain and total else replace(exchange, weight=share))
-        return exchanges
+        told = [*members, *(word for each in taking for word in integers(each.record))]
+        for place, worker in enumerate(members):
+            what, missed = _MOVED if closed.moved else _NOTHING, closed.staleness[place]
+            norms = np.array([closed.norms[place], closed.cuts[place], closed.mean_norm])
+            verdict = [what, number, len(members), missed, *norms.view(np.int64).tolist(), *told]
+            takes = closed.moved or taking[place].record.left_out
+            self._tell(worker, verdict, closed.pulled if takes else [])
 
     def _tell_failure(self, text: str) -> bool:
         """Tell all who wait that no round closes any more; return whether anybody did."""
