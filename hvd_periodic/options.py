@@ -62,7 +62,7 @@ class ExchangeOptions(TypedDict, total=False):
             names of ranks and tensor. 0: only at the end. Synchronous training only.
         max_message_norm: R_w > 0, the largest Euclidean norm of what this rank contributes to an exchange: m_i becomes
             m_i · min(1, R_w/‖m_i‖) before it is weighted and a wire encodes it; or ``"median"``: the median of the
-            norms of all ranks at this exchange (arXiv 2603.08163). In elastic averaging, m_i = x_i - c, and the
+            norms of all ranks in this exchange (arXiv 2603.08163). In elastic averaging, m_i = x_i - c, and the
             replica is pulled by what is sent, so that the rest stays in it; elsewhere the rest is lost. In AGN,
             m_i = a_i/τ_i. The norm is over all parameters that are exchanged at once, with ``fragments`` those of
             the fragment. None: no bound. Synchronous training only.

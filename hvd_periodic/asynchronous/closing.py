@@ -34,7 +34,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Closed:
-    """What a round has come to; lists are in the order of its members.
+    """The result of a round; lists are in the order of its members.
 
     Attributes:
         moved: whether the center has moved.
@@ -69,7 +69,7 @@ class Closing:
     def close(self, members: Sequence[int], taking: Sequence[Contribution]) -> Closed:
         """Move the center by what the members of a round have sent, and count the round.
 
-        It does not move if nobody counts, or if all are leaving and have nothing left. Who is left out takes it anyway.
+        It does not move if nobody counts, or if all are leaving and have nothing left. Members that are left out take it anyway.
         """
         center, records = self._center, [each.record for each in taking]
         staleness = center.ledger.staleness(members)

@@ -22,8 +22,8 @@ class RoundSummary:
         late: seconds from the close to the arrival of each rank that was not in it; of those that have come to a later
             round, as their logs say.
         saved: seconds for which a synchronous exchange would have waited longer for those of them that were in the
-            round before: the largest of their ``late``, 0 if all others are in the round; None if it is not known. Who
-            misses several rounds in a row counts in the first of them alone.
+            round before: the largest of their ``late``, 0 if all others are in the round; None if it is not known. A
+            rank that misses several rounds in a row counts in the first of them alone.
     """
 
     number: int

@@ -239,7 +239,7 @@ CAME = [[9.0, 10.0, 9.5], [19.0, 19.5], [22.0, 23.0], [29.0, 28.0, 26.0], [39.0,
 
 
 def test_the_waiting_that_a_quorum_has_saved(tmp_path: Path) -> None:
-    """Who misses two rounds in a row counts in the first; who has not come again by the end is not known.
+    """A rank that misses two rounds in a row counts in the first; one that has not come again by the end is unknown.
 
     The clock of the third rank is 100 s ahead.
     """
