@@ -69,7 +69,8 @@ class Closing:
     def close(self, members: Sequence[int], taking: Sequence[Contribution]) -> Closed:
         """Move the center by what the members of a round have sent, and count the round.
 
-        It does not move if nobody counts, or if all are leaving and have nothing left. Members that are left out take it anyway.
+        It does not move if nobody counts, or if all are leaving and have nothing left. Members that are left out take
+        it anyway.
         """
         center, records = self._center, [each.record for each in taking]
         staleness = center.ledger.staleness(members)
