@@ -38,7 +38,7 @@ class ExchangeOptions(TypedDict, total=False):
         compression: encoding of messages, in Horovod's spelling: ``hvdp.Compression.none``, ``fp16``, ``bf16``,
             ``int8`` or ``topk(0.01)``; also ``hvd.Compression.fp16``. The part that is not sent is not lost: it is kept
             for the next exchange, or stays in the replica. Statistics are sent uncompressed. All but fp16 over Horovod
-            need a replicated center.
+            need a replicated center. With a ``quorum``, not in elastic averaging or with ``max_message_norm``.
         fragments: number F of parts of the parameters, of about equal size, that are exchanged one after another within
             every period of τ local steps: the f-th after ⌈f τ/F⌉ steps. The largest amount sent at once falls by a
             factor of F. Statistics and optimizer state travel with the last fragment; ``sync()`` and ``finalize()``
@@ -62,7 +62,7 @@ class ExchangeOptions(TypedDict, total=False):
             names of ranks and tensor. 0: only at the end. Synchronous training only.
         max_message_norm: R_w > 0, the largest Euclidean norm of what this rank contributes to an exchange: m_i becomes
             m_i · min(1, R_w/‖m_i‖) before it is weighted and a wire encodes it; or ``"median"``: the median of the
-            norms of all ranks at this exchange (arXiv 2603.08163). In elastic averaging, m_i = x_i - c, and the
+            norms of all ranks in this exchange (arXiv 2603.08163). In elastic averaging, m_i = x_i - c, and the
             replica is pulled by what is sent, so that the rest stays in it; elsewhere the rest is lost. In AGN,
             m_i = a_i/τ_i. The norm is over all parameters that are exchanged at once, with ``fragments`` those of
             the fragment. None: no bound. Synchronous training only.

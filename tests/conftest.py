@@ -21,7 +21,10 @@ CORE = frozenset(
         *(f"unit/test_{name}" for name in ("arguments", "checkpoint_files", "clock", "compression", "consistency")),
         *(f"unit/test_{name}" for name in ("deferred", "dylu", "failures", "fragments", "layout", "limits", "mirrors")),
         *(f"unit/test_{name}" for name in ("adoption", "complex", "norm_bounds", "participation", "presence")),
-        *(f"unit/test_{name}" for name in ("delayed", "packed", "presence_life", "quorum", "rows", "sockets")),
+        *(
+            f"unit/test_{name}"
+            for name in ("delayed", "packed", "presence_life", "quorum", "quorum_options", "rows", "sockets")
+        ),
         *(f"unit/test_{name}" for name in ("optimizer_state", "oracle", "outer_algorithms", "overlap", "schedules")),
         *(f"unit/test_{name}" for name in ("semantics", "startup", "state", "subset", "threads", "together")),
         *(f"unit/test_{name}" for name in ("grace", "values", "waiting", "weights_by_work")),

@@ -12,9 +12,13 @@ from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.asynchronous.ledger import Ledger, ledger_bucket
 from hvd_periodic.centers.by_range import ByRange
 from hvd_periodic.centers.learning_rates import LearningRates
+from hvd_periodic.centers.norm_bounds import NormBounds
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.space import ArraySpace
 from hvd_periodic.vectors.store import FlatStore
+from hvd_periodic.wires.base import Wire
+from hvd_periodic.wires.encoded import Encoded
+from hvd_periodic.wires.plain import Plain
 
 _ALIGNMENT = 64
 """Bytes: the size of a cache line and of the widest vector register."""
@@ -31,6 +35,8 @@ class ExchangedTensors:
         staleness_power: power p of the discount of stale messages.
         sends_messages: workers send messages, whatever the algorithm reads to form them; otherwise, they send their
             replicas if it reads the center.
+        bounds: bounds on the norms of messages in rounds, and of their mean, if there are any.
+        wire: encoding of the messages that workers send to rounds.
     """
 
     layout: Layout
@@ -38,6 +44,8 @@ class ExchangedTensors:
     optimized: bool = False
     staleness_power: float = 0.0
     sends_messages: bool = False
+    bounds: NormBounds | None = None
+    wire: Wire = Plain()  # noqa: RUF009
 
     @property
     def forms_messages(self) -> bool:
@@ -49,6 +57,12 @@ class ExchangedTensors:
         """Names of the vectors that are kept with the center, itself the first."""
         kept = [] if self.optimized else self.algorithm.init_center(ArraySpace(), np.zeros(1))
         return ("center", *(key for key in kept if key != "center"))
+
+    def new_payload(self, bucket: Bucket) -> np.ndarray:
+        """Return an array for what a worker sends of a bucket."""
+        return (
+            np.empty(self.wire.packed_size(bucket.size), np.uint8) if isinstance(self.wire, Encoded) else empty(bucket)
+        )
 
     def discount(self, exchange: Exchange) -> float:
         """Return the factor of a message that is staler than those of equal workers in turn.
@@ -172,6 +186,15 @@ class CenterInMemory:
         part, key, bucket = self._places[index]
         return np.array(self.vectors[part][key].read(bucket))
 
+    def published(self, index: int, exchange: Exchange) -> np.ndarray:
+        """Return a copy of what workers see of a bucket that is exchanged."""
+        return np.array(self._published(index, exchange))
+
+    def _published(self, index: int, exchange: Exchange) -> np.ndarray:
+        part, _, bucket = self._places[index]
+        center = {key: store.read(bucket) for key, store in self.vectors[part].items()}
+        return np.asarray(self.parts[part].algorithm.publish(self.space, center, exchange))
+
     def write(self, index: int, values: np.ndarray) -> None:
         """Set a bucket."""
         if index >= len(self._places):
@@ -206,48 +229,66 @@ class CenterInMemory:
                 stores[key].write(bucket, vector)
         return np.array(algorithm.publish(space, center | moved, exchange)) if algorithm.reads_after else before
 
-    def close(
-        self, index: int, payloads: Sequence[np.ndarray], exchanges: Sequence[Exchange], leading: int
-    ) -> np.ndarray:
-        """Run a round on a bucket; return a copy of the vector that all who take part pull.
+    def new_payload(self, index: int) -> np.ndarray:
+        """Return an array for what a worker sends to a round on a bucket."""
+        return self.parts[self._places[index][0]].new_payload(self.buckets[index])
 
-            m_i = message(x_i, publish(c)), or what worker i has sent, times its weight
-            c'  = move(c, Σ m_i)             a sum in the order of the workers
+    def message(self, index: int, payload: np.ndarray, exchange: Exchange) -> np.ndarray:
+        """Return the message of a worker in a round on a bucket, without weight, given what it has sent."""
+        part, _, bucket = self._places[index]
+        tensors = self.parts[part]
+        if isinstance(tensors.wire, Encoded):
+            return tensors.wire.unpack(self.space.coding, payload, bucket.size).astype(empty(bucket).dtype)
+        if not tensors.forms_messages:
+            return payload
+        before = self._published(index, exchange)
+        return np.asarray(tensors.algorithm.message(self.space, payload, {}, before, exchange)[0])
 
-        If an outer optimizer moves the center, its gradient is stored, and the vector is that before its step.
+    def total_of_round(
+        self, index: int, payloads: Sequence[np.ndarray | None], exchanges: Sequence[Exchange]
+    ) -> np.ndarray | None:
+        """Return the total of a round on a bucket, of messages in the order of the workers; None if nobody counts.
 
         Args:
             index: number of the bucket.
-            payloads: what the workers who take part have sent.
-            exchanges: what the algorithm knows about each of them.
-            leading: place, among them, of the worker whose learning rates count.
+            payloads: what the workers who take part have sent; None for one that does not count.
+            exchanges: what the algorithm knows about each of them, with its weight, and the factor that reduces its
+                message of the first part.
         """
-        part, _, bucket = self._places[index]
-        tensors, space, stores = self.parts[part], self.space, self.vectors[part]
-        algorithm, center = tensors.algorithm, {key: store.read(bucket) for key, store in stores.items()}
-        before = np.array(algorithm.publish(space, center, exchanges[leading]))
+        part, space = self._places[index][0], self.space
+        algorithm = self.parts[part].algorithm
         total: np.ndarray | None = None
         for payload, exchange in zip(payloads, exchanges, strict=True):
-            message = payload
-            if tensors.forms_messages:
-                message, _ = algorithm.message(space, payload, {}, before, exchange)
+            if payload is None:
+                continue
+            message = self.message(index, payload, exchange)
+            message = message if exchange.cut is None or part else space.scale(exchange.cut, message)
             message = algorithm.weighed(space, message, exchange)
             if total is None:
                 total = np.array(message)
             else:
                 _REDUCTIONS[algorithm.reduction](total, message, out=total)
+        return total
+
+    def close(self, index: int, total: np.ndarray | None, exchange: Exchange) -> np.ndarray:
+        """Move a bucket by the total of a round; return a copy of the vector that all who take part pull.
+
+        If an outer optimizer moves the center, its gradient is stored, and the vector is that before its step.
+        """
+        part, _, bucket = self._places[index]
+        space, stores = self.space, self.vectors[part]
+        algorithm, center = self.parts[part].algorithm, {key: store.read(bucket) for key, store in stores.items()}
+        before = np.array(algorithm.publish(space, center, exchange))
         if total is None:
             return before
         if index < self.optimized:
-            self.set_total(index, total, exchanges[leading])
+            self.set_total(index, total, exchange)
             return before
-        moved = self._moved(part, bucket, center, total, exchanges[leading])
+        moved = self._moved(part, bucket, center, total, exchange)
         for key, vector in moved.items():
             if vector is not center[key]:
                 stores[key].write(bucket, vector)
-        return (
-            np.array(algorithm.publish(space, center | moved, exchanges[leading])) if algorithm.reads_after else before
-        )
+        return np.array(algorithm.publish(space, center | moved, exchange)) if algorithm.reads_after else before
 
     def _moved(
         self, part: int, bucket: Bucket, center: State[Any], message: np.ndarray, exchange: Exchange

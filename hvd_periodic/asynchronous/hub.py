@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors, empty
+from hvd_periodic.asynchronous.closing import Closing, Contribution
 from hvd_periodic.asynchronous.rounds import Rounds
 from hvd_periodic.asynchronous.service import ANSWER, Service, ServiceTransport, payload_tag
 from hvd_periodic.asynchronous.wire_formats import States
@@ -37,6 +39,11 @@ _LOOK = 0.1
 _TEXT = 1024
 """Bytes of the reason why a worker cannot go on."""
 
+_VERDICT = 7
+"""Integers of the verdict on a round before the members and their records, or the reason why it did not close: what
+has become of it, its number, the number of members, the staleness of the worker; and as float64 the norm of its
+message, the factor to which that was reduced, and the norm of the mean, each NaN if there is none."""
+
 
 @dataclass(frozen=True)
 class Round:
@@ -48,6 +55,7 @@ class Round:
         records: their records, in the same order.
         staleness: rounds that closed between the one that this worker was in before, and this one.
         moved: whether the center has moved.
+        norms: ``message_norm`` of this worker, and ``mean_norm``, where norms are bounded.
     """
 
     number: int
@@ -55,21 +63,7 @@ class Round:
     records: Sequence[Record]
     staleness: int
     moved: bool
-
-
-@dataclass
-class Contribution:
-    """What a worker comes with.
-
-    Attributes:
-        record: its record.
-        rates: learning rates of its tensors, if the algorithm uses them.
-        payloads: its replica or message, bucket by bucket.
-    """
-
-    record: Record
-    rates: list[float]
-    payloads: list[np.ndarray]
+    norms: Mapping[str, float] = field(default_factory=dict)
 
 
 class HubTransport(ServiceTransport):
@@ -175,7 +169,7 @@ class HubTransport(ServiceTransport):
     def sizes(self) -> tuple[int, int]:
         """Return the number of integers of what a worker says, and of the verdict on a round."""
         width = len(integers(Record(0, 0)))
-        return width + self._rates, 4 + self.workers * (1 + width) + _TEXT // 8
+        return width + self._rates, _VERDICT + self.workers * (1 + width) + _TEXT // 8
 
     def _send(self, sent: Contribution) -> tuple[np.ndarray, Iterator[np.ndarray]]:
         """Send what this worker has; return the verdict, and the vectors to pull."""
@@ -189,7 +183,8 @@ class HubTransport(ServiceTransport):
         self._wait([*sending, answer])
 
         def pulled() -> Iterator[np.ndarray]:
-            buffers = [np.empty_like(payload) for payload in sent.payloads] if verdict[0] == _MOVED else []
+            takes = verdict[0] == _MOVED or (verdict[0] == _NOTHING and sent.record.left_out)
+            buffers = [empty(bucket) for bucket in self._buckets[: self._count]] if takes else []
             receiving = [self._replies.receive(out, self.root, payload_tag(i) + 1) for i, out in enumerate(buffers)]
             for request, out in zip(receiving, buffers, strict=True):
                 self._wait([request])
@@ -227,12 +222,16 @@ class HubTransport(ServiceTransport):
             RuntimeError: it did not close.
         """
         what, number, count, staleness = verdict[:4].tolist()
+        rest = verdict[_VERDICT:]
         if what == _FAILED:
-            raise RuntimeError(verdict[4:].tobytes().split(b"\0", 1)[0].decode())
-        members, rest = verdict[4 : 4 + count].tolist(), verdict[4 + count :]
+            raise RuntimeError(rest.tobytes().split(b"\0", 1)[0].decode())
+        told = verdict[4:_VERDICT].view(np.float64).tolist()
+        norm, cut, mean = (None if math.isnan(each) else each for each in told)
+        self.cut = cut
+        norms = {key: each for key, each in (("message_norm", norm), ("mean_norm", mean)) if each is not None}
         width = len(integers(Record(0, 0)))
-        records, _ = unpack_records(rest[: count * width])
-        return Round(number, members, records, staleness, what == _MOVED)
+        records, _ = unpack_records(rest[count : count * (1 + width)])
+        return Round(number, rest[:count].tolist(), records, staleness, what == _MOVED, norms)
 
 
 class Hub(Service):
@@ -264,6 +263,7 @@ class Hub(Service):
         self._looked = 0.0
         self._given_up: set[int] = set()
         self._abandoned: list[object] = []
+        self._closing = Closing(center, optimizer, transport.workers, transport.root)
         super().__init__(requests, replies, center, optimizer, states)
 
     def attend_round(
@@ -321,7 +321,7 @@ class Hub(Service):
         operation = int(header[0])
         if operation == _COME:
             words = np.empty(self._transport.sizes()[0], np.int64)
-            payloads = [empty(self._center.buckets[index]) for index in range(self._center.count)]
+            payloads = [self._center.new_payload(index) for index in range(self._center.count)]
             requests = [self._requests.receive(words, source, ANSWER)]
             requests += [self._requests.receive(out, source, payload_tag(i)) for i, out in enumerate(payloads)]
             self._coming[source] = words, payloads, requests
@@ -368,56 +368,26 @@ class Hub(Service):
                 )
 
     def _close(self, members: Sequence[int]) -> None:
-        """Close a round: move the center by what its members have sent, and answer them."""
+        """Close a round, and answer its members."""
         taking = [self._contributions.pop(worker) for worker in members]
-        records = [each.record for each in taking]
-        staleness = self._center.ledger.staleness(members)
-        exchanges = self._exchanges_of(members, taking, staleness)
-        rest = all(record.purpose == Purpose.LEAVE and not record.pending for record in records)
-        moves = not rest and any(exchange.weight != 0 for exchange in exchanges)
-        pulled: list[np.ndarray] = []
-        if moves:
-            leading = members.index(self._transport.root) if self._transport.root in members else 0
-            payloads = zip(*(each.payloads for each in taking), strict=True)
-            pulled = [self._center.close(i, of_all, exchanges, leading) for i, of_all in enumerate(payloads)]
-            if self._center.optimized:
-                self._optimizer.step()
-                self._stepped = True
-                pulled[: self._center.optimized] = [self._center.read(i) for i in range(self._center.optimized)]
-            self._center.ledger.close(members)
+        closed = self._closing.close(members, taking)
+        self._stepped |= closed.moved and self._center.optimized > 0
         self._rounds.close(members)
         number = int(self._center.ledger.rounds[0])
-        told = [*members, *(word for record in records for word in integers(record))]
-        for worker, missed in zip(members, staleness, strict=True):
-            self._tell(worker, [_MOVED if moves else _NOTHING, number, len(members), missed, *told], pulled)
-
-    def _exchanges_of(
-        self, members: Sequence[int], taking: Sequence[Contribution], staleness: Sequence[int]
-    ) -> list[Exchange]:
-        """Return what an algorithm knows about the round and each of its members.
-
-        n is the number of all workers, and in a mean those who are not members have weight 0:
-        w_i n/Σ_j w_j with w_i = (1, or the weight told) (1 + s_i)^−p.
-        """
-        power, size = self._center.parts[0].staleness_power, self._transport.workers
-        weights = [
-            (1.0 if each.record.weight is None else each.record.weight) * (1 + missed) ** -power
-            for each, missed in zip(taking, staleness, strict=True)
-        ]
-        total, plain = sum(weights), len(members) == size and len(set(weights)) == 1
-        exchanges = []
-        for each, missed, weight in zip(taking, staleness, weights, strict=True):
-            exchange = Exchange(size, max(each.record.period, 1), rates=each.rates, staleness=missed)
-            share = weight * (size / total) if total else 0.0
-            exchanges.append(exchange if plain and total else replace(exchange, weight=share))
-        return exchanges
+        told = [*members, *(word for each in taking for word in integers(each.record))]
+        for place, worker in enumerate(members):
+            what, missed = _MOVED if closed.moved else _NOTHING, closed.staleness[place]
+            norms = np.array([closed.norms[place], closed.cuts[place], closed.mean_norm])
+            verdict = [what, number, len(members), missed, *norms.view(np.int64).tolist(), *told]
+            takes = closed.moved or taking[place].record.left_out
+            self._tell(worker, verdict, closed.pulled if takes else [])
 
     def _tell_failure(self, text: str) -> bool:
         """Tell all who wait that no round closes any more; return whether anybody did."""
         waiting = self._rounds.waiting
         for worker in waiting:
             self._contributions.pop(worker, None)
-            self._tell(worker, [_FAILED, 0, 0, 0, *_in_bytes(text).view(np.int64).tolist()], [])
+            self._tell(worker, [_FAILED, *[0] * (_VERDICT - 1), *_in_bytes(text).view(np.int64).tolist()], [])
         self._rounds.dismiss(waiting)
         return bool(waiting)
 

@@ -27,11 +27,13 @@ class Transport(ABC):
         description: describes the transport, for the log.
         missed: the staleness of the last exchange: pushes of other workers since this worker took the center before.
         relative_speed: the speed of this worker relative to the fastest, as of the last exchange; 0: not known yet.
+        cut: the factor to which the message of this worker was reduced in the last round; None if it was not.
     """
 
     description: str
     missed = 0
     relative_speed = 0.0
+    cut: float | None = None
 
     @abstractmethod
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:

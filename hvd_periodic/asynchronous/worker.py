@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class RemoteCenter(Placement):
     """
 
     name = "asynchronous"
+    reduces = False
 
     def __init__(self, communicator: Communicator, root: int, worker: Worker, part: int, key: str = "center") -> None:
         super().__init__(communicator, root)
@@ -240,13 +242,26 @@ class Worker:
         yield
         self.interrupted = False
 
-    def exchange(self, parts: Sequence[TensorGroup[Any]], exchange: Exchange) -> int:
-        """Run one exchange of this worker; return the number of bytes that it pushed."""
-        buckets = list(all_buckets(parts))
+    def exchange(self, parts: Sequence[TensorGroup[Any]], exchange: Exchange, left_out: bool = False) -> int:
+        """Run one exchange of this worker; return the number of bytes that it pushed.
+
+        If it is left out of a round, it sends zeros, and starts from the center that it gets.
+        """
+        buckets, sent, residuals = list(all_buckets(parts)), 0, list[tuple[TensorGroup[Any], Bucket, Any]]()
 
         def payloads() -> Iterator[np.ndarray]:
+            nonlocal sent
             for part, bucket in buckets:
-                yield self._replica.to_host(part.payload(bucket, exchange), bucket)
+                if left_out:
+                    payload = np.zeros_like(self._parts[parts.index(part)].new_payload(bucket))
+                elif part.error_feedback.wire.lossy:
+                    packed, residual = part.packed(bucket, exchange)
+                    payload = np.frombuffer(self._replica.to_bytes(packed), np.uint8)
+                    residuals.append((part, bucket, residual))
+                else:
+                    payload = self._replica.to_host(part.payload(bucket, exchange), bucket)
+                sent += payload.nbytes
+                yield payload
 
         moved = False
         with self.transaction():
@@ -254,13 +269,20 @@ class Worker:
             # one bucket more, it receives the staleness.
             for pulled, (part, bucket) in zip(self.transport.exchange(exchange, payloads()), buckets, strict=False):
                 moved = True
+                cut = self.transport.cut if part is parts[0] else None
                 center = self._replica.from_host(pulled, bucket)
                 if self.on_pull is not None:
                     self.on_pull(part, bucket, center, exchange)
-                part.pull(bucket, center, exchange)
-            for part in parts if moved else ():
-                part.remember_taken()
-        return sum(bucket.nbytes for _, bucket in buckets)
+                if left_out:
+                    part.start_from(bucket, center)
+                else:
+                    part.pull(bucket, center, replace(exchange, cut=cut))
+            if moved:
+                for part, bucket, residual in residuals:
+                    part.error_feedback.keep(bucket, residual)
+                for part in parts:
+                    part.remember_taken()
+        return sent
 
     def wait_for_group(self, parts: Sequence[TensorGroup[Any]], grace: float) -> float:
         """Wait, after a push, for those who push within ``grace`` seconds of the first of a group; take the center.
@@ -375,6 +397,8 @@ class Worker:
                 lacking[rank],
             )
             self.take(parts)
+            for part in parts:
+                part.error_feedback.reset()
 
     def take(self, parts: Sequence[TensorGroup[Any]]) -> None:
         """Set the replica to the center, if workers keep what they took, or take the center in rounds."""

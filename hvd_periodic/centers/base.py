@@ -24,10 +24,12 @@ class Placement(ABC):
     Attributes:
         name: the users' name for the placement.
         everywhere: every rank holds the whole center, and can read it without the others.
+        reduces: collectives sum the messages of ranks.
     """
 
     name: ClassVar[str]
     everywhere: ClassVar[bool] = False
+    reduces: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.centers.base import Placement
@@ -13,7 +13,7 @@ from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import Store
 from hvd_periodic.wires.base import Link, Residual, Sent, Wire
-from hvd_periodic.wires.encoded import row_length
+from hvd_periodic.wires.encoded import Encoded, row_length
 
 V = TypeVar("V")
 
@@ -125,6 +125,27 @@ class ErrorFeedback(Generic[V]):
         decoded = message if sent.decoded is None else sent.decoded
         of_message.write(space.sub(message, decoded, out=residual))
         return sent
+
+    def pack(self, bucket: Bucket, message: V, ranks: int) -> tuple[V, V]:
+        """Return a message with the residual of earlier ones, as bytes for one receiver, and its own residual.
+
+        Residuals do not change, see :meth:`keep`. May overwrite the message.
+
+        Args:
+            bucket: the bucket.
+            message: the message.
+            ranks: the number of messages that the receiver sums.
+        """
+        space = self._replica.space
+        if self.residual is not None:
+            message = space.axpy(1.0, self.residual.read(bucket), message)
+        payload, decoded = cast(Encoded, self.wire).pack(space.coding, message, ranks)
+        return payload, space.sub(message, decoded)
+
+    def keep(self, bucket: Bucket, residual: V) -> None:
+        """Set the residual of a bucket, once its message has entered the center."""
+        if self.residual is not None:
+            Residual(self.residual, bucket, self._replica.space).write(residual)
 
     def reset(self) -> None:
         """Set all residuals to zeros."""

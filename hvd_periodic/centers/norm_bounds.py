@@ -56,6 +56,11 @@ def as_norm_bounds(message: float | str | None, mean: float | None) -> NormBound
     return None if message is None and mean is None else NormBounds(message, mean)
 
 
+def factor(norm: float, limit: float | None) -> float | None:
+    """Return the factor that reduces a vector of a norm to a limit; None if it is within it, or there is none."""
+    return limit / norm if limit is not None and norm > limit else None
+
+
 class Sender(Protocol):
     """The group of tensors whose messages are cut, as far as that goes."""
 
@@ -99,7 +104,7 @@ class NormLimiter(Generic[V]):
         norm = math.sqrt(squares) / group.algorithm.share_of_worker(exchange)
         self._note("message_norm", norm)
         limit = self._median(norm, exchange) if isinstance(bound, str) else bound
-        return (replace(exchange, cut=limit / norm) if norm > limit else exchange), sent
+        return replace(exchange, cut=factor(norm, limit)), sent
 
     def _median(self, norm: float, exchange: Exchange) -> float:
         """Return the median of the norms of the ranks that count; collective."""
@@ -121,7 +126,8 @@ class NormLimiter(Generic[V]):
             squares = math.fsum(self._membership.communicator.allgather_object(squares, name))
         norm = share * math.sqrt(squares)
         self._note("mean_norm", norm)
-        return [self._space.scale(limit / norm, total) if norm > limit else total for _, total in totals]
+        scale = factor(norm, limit)
+        return [total if scale is None else self._space.scale(scale, total) for _, total in totals]
 
     def _note(self, name: str, norm: float) -> None:
         self._squares[name] = self._squares.get(name, 0.0) + norm * norm

@@ -137,8 +137,9 @@ class TensorGroup(Generic[V]):
         self.worker: dict[str, Store[V]] = {
             key: replica.new_store(values.layout, f"{name}.{key}") for key in self._initial_worker(first)
         }
+        lasting = overlapped or not placement.reduces
         self.error_feedback = ErrorFeedback(
-            name, values.layout, placement, replica, algorithm, wire, membership.communicator, overlapped
+            name, values.layout, placement, replica, algorithm, wire, membership.communicator, lasting
         )
         if self.error_feedback.residual is not None:
             self.worker[RESIDUAL] = self.error_feedback.residual
@@ -384,10 +385,20 @@ class TensorGroup(Generic[V]):
         self._write(self.worker, bucket, worker, changed)
         return message
 
+    def packed(self, bucket: Bucket, exchange: Exchange) -> tuple[V, V]:
+        """Return :meth:`payload` as bytes, with the residual of earlier ones; and its own, to be kept later."""
+        return self.error_feedback.pack(bucket, self.payload(bucket, exchange), int(exchange.size))
+
     def pull(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
-        """Pull a bucket of the replica, given the published center."""
+        """Pull a bucket of the replica, given the published center: by what was sent, if the message was cut."""
+        algorithm, space = self.algorithm, self._replica.space
         for part in self._blocks[bucket.index]:
-            self._pull(self._block(bucket, part), _part(center, bucket, part), exchange)
+            block, pulling, sent = self._block(bucket, part), _part(center, bucket, part), None
+            if exchange.cut is not None and not algorithm.uses_error_feedback:
+                copies = {key: space.copy(vector) for key, vector in block.worker.items()}
+                message, _ = algorithm.message(space, block.x, copies, pulling, exchange)
+                sent = space.scale(exchange.cut, message)
+            self._pull(block, pulling, exchange, sent)
 
     def remember_taken(self) -> None:
         """Note what the replica holds after a pull, if later messages need that.

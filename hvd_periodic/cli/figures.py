@@ -53,7 +53,7 @@ FIGURES = {
     "staleness": Figure(
         "Staleness",
         "local step",
-        "pushes of others missed",
+        "pushes of others, or rounds, missed",
         "There is no staleness: exchanges are synchronous, and every rank takes part in all of them.",
     ),
 }
@@ -83,7 +83,7 @@ def _curves(summaries: Sequence[RunSummary], what: str, figure: Figure) -> list[
     else:
         wanted = [(summary.label, summary, None) for summary in summaries]
     found = [
-        (label, curve(summary, what, rank) if summary.asynchronous or what != "staleness" else ([], []))
+        (label, curve(summary, what, rank) if summary.waits != "synchronous" or what != "staleness" else ([], []))
         for label, summary, rank in wanted
     ]
     return [Curve(label, x, y, color, STYLES[color % len(STYLES)]) for color, (label, (x, y)) in enumerate(found)]

@@ -171,6 +171,11 @@ def _versions(summary: RunSummary) -> str:
     return ", ".join(f"{title}{summary.facts[name]}" for name, title in titles.items() if name in summary.facts)
 
 
+def _rounds(summary: RunSummary) -> str:
+    without = sum(len(each.members) < len(summary.training.ranks) for each in summary.rounds)
+    return f"{len(summary.rounds):,}, {without:,}" if summary.rounds else ""
+
+
 def _ranks_of(summary: RunSummary) -> str:
     ranks = summary.training.ranks
     return f"{len(ranks)} ({', '.join(map(str, ranks))})" if len(ranks) <= 16 else f"{len(ranks)}"
@@ -214,6 +219,8 @@ _PROPERTIES: dict[str, Callable[[RunSummary], str]] = {
     "Sent per rank and exchange": _per_exchange,
     "Time in exchanges": _share("exchange_seconds"),
     "Time waiting for others": _share("waited"),
+    "Rounds, without some ranks": _rounds,
+    "Waiting saved by the quorum": lambda summary: _or_nothing(summary.waiting_saved, seconds_of),
     "Exclusions from exchanges": _sum("left_out"),
     "Updates skipped": _sum("skipped_updates"),
 }
@@ -229,7 +236,8 @@ _COLUMNS: dict[str, Callable[[RankSummary], str]] = {
     "arrived last": lambda each: _or_nothing(each.last, lambda last: f"{100 * last:.0f} %"),
     "others waited for it": lambda each: _or_nothing(each.kept, seconds_of),
     "sent": lambda each: bytes_of(each.bytes_sent),
-    "missed pushes per exchange": lambda each: _or_nothing(each.staleness, lambda missed: f"{missed:.3g}"),
+    "missed pushes or rounds, mean": lambda each: _or_nothing(each.staleness, lambda missed: f"{missed:.3g}"),
+    "missed at most": lambda each: _or_nothing(each.staleness_max, _whole),
     "excluded": lambda each: _whole(each.left_out) if each.left_out else "",
     "updates skipped": lambda each: _whole(each.skipped_updates) if each.skipped_updates else "",
     "host": lambda each: each.host,

@@ -6,11 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from hvd_periodic.cli import output
+from hvd_periodic.cli.rounds import RoundSummary, rounds_of
 from hvd_periodic.journal.base import Report
 from hvd_periodic.journal.lines import ENOUGH, seconds_of
 from hvd_periodic.journal.runs import Part, Run, Segment, Training, bad_lines
@@ -45,6 +47,7 @@ class RankSummary:
         bytes_sent: bytes handed to collectives, or pushed.
         staleness: mean number of pushes of others between two of its own; with a quorum, of rounds without it; None if
             exchange is synchronous.
+        staleness_max: the largest such number; None likewise.
         left_out: exchanges from which it was excluded because its replica was not finite.
         skipped_updates: local steps whose update was skipped.
     """
@@ -60,6 +63,7 @@ class RankSummary:
     last: float | None
     bytes_sent: int
     staleness: float | None
+    staleness_max: int | None
     left_out: int
     skipped_updates: int
 
@@ -99,6 +103,16 @@ class RunSummary:
         if quorum is not None:
             return f"with a quorum of {quorum}"
         return "asynchronous" if self.asynchronous else "synchronous"
+
+    @cached_property
+    def rounds(self) -> list[RoundSummary]:
+        """The rounds with a quorum; empty without one."""
+        return [each for part in self.training.parts for each in rounds_of(part)]
+
+    @property
+    def waiting_saved(self) -> float | None:
+        """Seconds for which synchronous exchanges would have waited longer than these rounds; None without a quorum."""
+        return sum(each.saved or 0.0 for each in self.rounds) if self.rounds else None
 
     @property
     def begun(self) -> float:
@@ -140,6 +154,8 @@ class RunSummary:
                 for part in self.training.parts
             ],
             "ranks": [asdict(each) for each in self.ranks],
+            "rounds": [asdict(each) for each in self.rounds],
+            "waiting_saved": self.waiting_saved,
             "waiting_share": self.share("waited"),
             "exchange_share": self.share("exchange_seconds"),
             "closed": self.closed,
@@ -270,6 +286,7 @@ def _of_rank(training: Training, rank: int, rounds: Sequence[dict[int, float]]) 
         sum(last) / len(last) if last else None,
         ended("bytes_sent"),
         sum(report.missed for report in reports) / max(len(reports), 1) if stale else None,
+        max((report.missed for report in reports), default=0) if stale else None,
         ended("left_out"),
         ended("skipped_updates"),
     )
@@ -366,6 +383,13 @@ def _of_waiting(summary: RunSummary) -> Iterator[str]:
                 f"{waiting}, and no single rank is the cause: exchange less often (a longer period), so that slow and "
                 "fast steps even out, or asynchronously (asynchronous=True)."
             )
+    if summary.rounds:
+        size = len(summary.training.ranks)
+        without = sum(len(each.members) < size for each in summary.rounds)
+        yield (
+            f"{without} of {len(summary.rounds)} rounds closed without some ranks; synchronous exchanges would have "
+            f"waited {seconds_of(summary.waiting_saved or 0.0)} longer for those, as far as the logs tell."
+        )
     stale = [each for each in summary.ranks if each.staleness is not None]
     if len(stale) > 1:
         most = max(stale, key=lambda each: each.staleness or 0.0)

@@ -5,7 +5,8 @@
 
 A process of the trace is a rank, and a thread of it an optimizer. An exchange lasts from the moment when a rank is
 ready to meet the others until it resumes training; its first part, named handshake, is the one in which it waits
-until all have arrived. Arrows lead from the rank that arrived last to the ranks that waited for it. Clocks of hosts
+until all have arrived. Arrows lead from the rank that arrived last to the ranks that waited for it. With a quorum, a
+round says who was in it, how long after its close the others came, and the waiting that saved. Clocks of hosts
 differ: on several hosts, they are aligned by the ends of handshakes, which are simultaneous on all ranks.
 """
 
@@ -20,11 +21,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-import numpy as np
-
 from hvd_periodic.cli import output, runs
+from hvd_periodic.cli.rounds import RoundSummary, clocks, rounds_of
 from hvd_periodic.cli.usage_error import UsageError, as_usage_error
 from hvd_periodic.journal.base import Report
+from hvd_periodic.journal.lines import seconds_of
 from hvd_periodic.journal.runs import Part, Run, Segment
 
 Event = dict[str, Any]
@@ -112,12 +113,12 @@ def _events(run: Run, start: float, advance: output.Advance) -> Iterator[Event]:
     for i, training in enumerate(run.trainings):
         free = dict.fromkeys(training.ranks, 0)
         for part in training.parts:
-            ahead, spans = clocks(part), {}
+            ahead, spans, of_number = clocks(part), {}, {each.number: each for each in rounds_of(part)}
             for rank, segment in sorted(part.segments.items()):
                 spans[rank] = _spans(segment, start + ahead[rank], free[rank])
                 free[rank] = max((span.end for span in spans[rank]), default=free[rank])
                 for number, span in enumerate(spans[rank], 1):
-                    yield from _exchange(span, threads[rank, i])
+                    yield from _exchange(span, threads[rank, i], of_number.get(span.report.number or 0))
                     if number % _OFTEN == 0:
                         advance(_OFTEN)
                 advance(len(spans[rank]) % _OFTEN)
@@ -141,22 +142,6 @@ def _names(run: Run, threads: Mapping[tuple[int, int], TraceThread]) -> Iterator
             yield _meta("thread_name", thread, {"name": title})
 
 
-def clocks(part: Part) -> dict[int, float]:
-    """Return the seconds by which the clock of every rank is ahead of the first rank's: 0 on the same host."""
-    reference = min(part.segments)
-    hosts = {rank: segment.facts.get("host") for rank, segment in part.segments.items()}
-    ends: dict[int, dict[int, float]] = {
-        rank: {report.rounds: report.came + report.waited for report in segment.reports if report.waited is not None}
-        for rank, segment in part.segments.items()
-    }
-    ahead = dict.fromkeys(part.segments, 0.0)
-    for rank in part.segments:
-        common = ends[rank].keys() & ends[reference].keys()
-        if hosts[rank] != hosts[reference] and common:
-            ahead[rank] = float(np.median([ends[rank][i] - ends[reference][i] for i in common]))
-    return ahead
-
-
 def _spans(segment: Segment, start: float, free: int) -> list[Span]:
     """Return the exchanges of a rank; none begins before the previous one has ended.
 
@@ -173,8 +158,8 @@ def _spans(segment: Segment, start: float, free: int) -> list[Span]:
     return found
 
 
-def _exchange(span: Span, thread: TraceThread) -> Iterator[Event]:
-    """Yield an exchange of one rank, and the handshake in it."""
+def _exchange(span: Span, thread: TraceThread, met: RoundSummary | None) -> Iterator[Event]:
+    """Yield an exchange of one rank, and the handshake in it; with a quorum, of the round that was ``met``."""
     report = span.report
     details: Event = {"step": report.step, "bytes sent": report.bytes_sent}
     more = {"loss": report.loss, "distance to the center": report.distance, "learning rate": report.learning_rate}
@@ -186,7 +171,13 @@ def _exchange(span: Span, thread: TraceThread) -> Iterator[Event]:
     if report.members is not None:
         name, waiting = f"round {report.number}", "waiting for the close"
         details |= {"ranks in it": ", ".join(map(str, report.members)), "rounds missed before": report.missed}
-    elif report.missed:
+        if met is not None and met.late:
+            details["came after the close"] = ", ".join(
+                f"rank {rank}: {seconds_of(seconds)}" for rank, seconds in met.late.items()
+            )
+        if met is not None and met.saved is not None:
+            details["seconds of waiting saved"] = met.saved
+    elif report.waited is None:
         details["pushes of others missed"] = report.missed
     yield _slice(name, span.begin, span.end, thread, details)
     if report.waited is not None:

@@ -23,7 +23,6 @@ from hvd_periodic.numpy.communicator import communicator_of
 from hvd_periodic.numpy.sgd import Array
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
-from hvd_periodic.sync.combinations import refuse_quorum
 from hvd_periodic.sync.finite import SKIP
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
@@ -81,7 +80,6 @@ class PeriodicExchange(keras.callbacks.Callback):
 
         def build() -> ReplicaSynchronizer[Array]:
             _check(model, options)
-            refuse_quorum(options["quorum"], "for PeriodicExchange")
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             _refuse_gradients(made)
             named = named_variables(model.trainable_variables, model, options["buffers"], options["parameters"])
@@ -102,7 +100,8 @@ class PeriodicExchange(keras.callbacks.Callback):
                 rates=LearningRates(lambda: [self._learning_rate()] * len(named.parameters)),
                 **of_exchange(options),
             )
-            replica.refuse_constraints(synchronizer.tensor_groups.parameters.center.layout, bool(asynchronous))
+            alone = synchronizer.exchanger.worker is not None
+            replica.refuse_constraints(synchronizer.tensor_groups.parameters.center.layout, alone)
             return synchronizer
 
         self._exchanged, self._values = model, Variables(model)

@@ -125,8 +125,8 @@ class NamedReplica(Replica[Any]):
             return
         if asynchronous:
             raise ValueError(
-                f"Variable {constrained[0]!r} has a constraint, which an asynchronous center does not keep: exchange "
-                "synchronously, or train without constraints"
+                f"Variable {constrained[0]!r} has a constraint, which a center of asynchronous exchange or of rounds "
+                "with a quorum does not keep: exchange synchronously among all ranks, or train without constraints"
             )
         if share.specs and share is not self.parameters.layout:
             raise ValueError(

@@ -199,4 +199,5 @@ class Asynchronous(Exchanger[V]):
             for store in group.worker.values():
                 self.tensor_groups.send_store(store, takeover.send)
             if not takeover.is_source:
+                group.error_feedback.reset()
                 group.remember_taken()

@@ -305,8 +305,12 @@ def reset_to_center(groups: TensorGroups[V], context: ExchangeContext[V], proble
                 group.start_from(bucket, center)
         if problem is not None:
             group.remember_taken()
-    if problem is None:
-        return
+    if problem is not None:
+        note_exclusion(context, problem)
+
+
+def note_exclusion(context: ExchangeContext[Any], problem: str) -> None:
+    """Give a new state to the local optimizer of a rank that is excluded from an exchange because of a problem."""
     if context.local_optimizer is not None:
         context.local_optimizer.reset()
     text = "Rank %d is excluded from an exchange and reset to the center: %s"

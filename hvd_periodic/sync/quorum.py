@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TypeVar, cast
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange
+from hvd_periodic.arguments import described
 from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors
 from hvd_periodic.asynchronous.hub import HubTransport, Round
 from hvd_periodic.asynchronous.worker import Worker
@@ -17,13 +18,15 @@ from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.asynchronous import Asynchronous
-from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger
+from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, note_exclusion
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.planner import Plan, agreed_clock, query
 from hvd_periodic.sync.reporting import report_exchange, with_distance
 from hvd_periodic.sync.status import LocalStatus, ScheduleState
 from hvd_periodic.sync.synchronous import weight_in_words
 from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.wires.base import Wire
+from hvd_periodic.wires.encoded import Encoded
 
 V = TypeVar("V")
 
@@ -40,7 +43,8 @@ class WithQuorum(Asynchronous[V]):
 
     Sums run in the order of ranks. w_i = (1, or the worker's ``weight``) (1 + s_i)^−p, where s_i is the number of
     rounds that closed since it took h_i. Workers that are not in A keep all they have. The mean over those who take
-    part is as in Decoupled DiLoCo, arXiv 2604.21428.
+    part is as in Decoupled DiLoCo, arXiv 2604.21428. A worker that is excluded as it is not finite is in the
+    round without a message: x_i, h_i ← c.
     """
 
     @classmethod
@@ -75,10 +79,20 @@ class WithQuorum(Asynchronous[V]):
         shared = [ExchangedTensors(kind.values.layout, kind.algorithm) for kind in tensors]
         algorithm, optimized, power = exchanged.algorithm, exchanged.outer is not None, context.staleness_power
         keeps_taken = algorithm.reads_before and algorithm.reads_after
-        shared[0] = replace(shared[0], optimized=optimized, staleness_power=power, sends_messages=keeps_taken)
+        shared[0] = replace(
+            shared[0],
+            optimized=optimized,
+            staleness_power=power,
+            sends_messages=keeps_taken,
+            bounds=context.bounds,
+            wire=context.wire,
+        )
+        _check_wire(context.wire, shared[0])
         outer = exchanged.center_optimizer
         self.worker = Worker(membership, exchanged.replica, outer, shared, False, use_locking, quorum=quorum)
-        groups = exchanged.groups(tensors, self.worker.placements, membership, keeps_taken=keeps_taken)
+        groups = exchanged.groups(
+            tensors, self.worker.placements, membership, wire=context.wire, keeps_taken=keeps_taken
+        )
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
         context.handshake.apart = self._apart
@@ -91,6 +105,9 @@ class WithQuorum(Asynchronous[V]):
             "nonfinite": context.nonfinite,
             "weight": weight_in_words(context.handshake.weight),
             "staleness_power": context.staleness_power,
+            "compression": described(context.wire),
+            "max_message_norm": context.bounds and context.bounds.message,
+            "max_mean_norm": context.bounds and context.bounds.mean,
             **self.worker.facts(),
         }
 
@@ -138,16 +155,19 @@ class WithQuorum(Asynchronous[V]):
                 self._hub.introduce(context.handshake.record(own, purpose))
                 gradients = max(own.counters.gradients, 1)
                 exchange = Exchange(size, max(own.clock.period, 1), gradients, rates=self._rates())
-                sent = self.worker.exchange(list(self.tensor_groups), exchange)
+                excluded = own.excluded is not None
+                sent = self.worker.exchange(list(self.tensor_groups), exchange, left_out=excluded)
+                if own.excluded is not None:
+                    note_exclusion(context, own.excluded)
             closed = self._hub.round
             plan = self._plan(own, closed, leaving)
             notes = ScheduleState(memory=plan.memory, updates=step - own.counters.skipped_updates)
             missed = closed.staleness
-            progress.advance(step, plan.next_exchange, notes, started, closed.moved, sent=sent, missed=missed)
+            progress.advance(step, plan.next_exchange, notes, started, closed.moved, excluded, sent, missed)
             context.handshake.notify_followers()
             ranks = context.membership.communicator.global_ranks
             members = [ranks[member] for member in closed.members]
-            report_exchange(self, own, came, self._hub.waited, number=closed.number, members=members)
+            report_exchange(self, own, came, self._hub.waited, True, closed.number, members, closed.norms)
             progress.time(step)
         return any(record.training for record in closed.records)
 
@@ -160,7 +180,10 @@ class WithQuorum(Asynchronous[V]):
         context = self.context
         own = context.handshake.local_status()
         problem = own.problem or context.handshake.problem(own, purpose)
-        problem = problem or self.finite.problem(own.counters.local_steps)
+        not_finite = None if problem else self.finite.problem(own.counters.local_steps)
+        if not_finite is not None and self.finite.skips:
+            return replace(own, excluded=not_finite)
+        problem = problem or not_finite
         if problem is not None:
             self._hub.fail(problem)
             raise RuntimeError(problem)
@@ -187,3 +210,21 @@ class WithQuorum(Asynchronous[V]):
         communicator.give_up(set(range(communicator.size)) - set(self._hub.round.members))
         self.worker.finish()
         self.worker.take(list(self.tensor_groups))
+
+
+def _check_wire(wire: Wire, parameters: ExchangedTensors) -> None:
+    """Raise a ValueError for a lossy wire if workers cannot form messages in bytes before their round closes."""
+    if not wire.lossy:
+        return
+    algorithm = parameters.algorithm
+    if not isinstance(wire, Encoded) or parameters.forms_messages or not algorithm.uses_error_feedback:
+        raise ValueError(
+            "`compression` with `quorum` is for averaging, DiLoCo, SlowMo, BMUF and AGN, whose workers form messages "
+            f"before their round closes, and for wires of bytes. Received: {algorithm!r}, compression={wire!r}"
+        )
+    if parameters.bounds is not None and parameters.bounds.message is not None:
+        raise ValueError(
+            "`compression` and `max_message_norm` cannot be combined with `quorum`, where the root bounds messages "
+            "that are encoded already: leave out one of them, or pass max_mean_norm. Received: "
+            f"compression={wire!r}, max_message_norm={parameters.bounds.message!r}"
+        )

@@ -7,9 +7,10 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hvd_periodic.algorithms.base import Exchange
@@ -106,6 +107,7 @@ def report_exchange(
     completes: bool = True,
     number: int | None = None,
     members: Sequence[int] | None = None,
+    norms: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
     """Report a completed exchange, which the counters include.
 
@@ -117,9 +119,10 @@ def report_exchange(
         completes: whether it ends a period, in which every fragment is exchanged once.
         number: number of the round, with a quorum.
         members: global ranks that were in it.
+        norms: its norms, which nothing here has measured.
     """
     context, closes, limiter = exchanger.context, None, exchanger.tensor_groups.parameters.limiter
-    norms = {} if limiter is None else limiter.reported()
+    norms = norms if limiter is None else limiter.reported()
     if not context.journal.listeners:
         return
     if exchanger.steps_agree:

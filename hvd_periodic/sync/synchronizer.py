@@ -72,13 +72,13 @@ _AVERAGED_UNTIL_NOW = (
 class Exchangers(NamedTuple):
     """Strategies of exchange: ranks wait for each other, or do not, or exchanges are in flight during local steps.
 
-    With a quorum, ranks wait for some of the others, if the front end has a strategy for it.
+    With a quorum, ranks wait for some of the others.
     """
 
     synchronous: type[Exchanger[Any]] = Synchronous
     asynchronous: type[Exchanger[Any]] = Asynchronous
     overlapped: type[Exchanger[Any]] = Overlapped
-    quorum: type[Exchanger[Any]] | None = WithQuorum
+    quorum: type[Exchanger[Any]] = WithQuorum
 
 
 class ReplicaSynchronizer(Generic[V]):
@@ -202,25 +202,19 @@ class ReplicaSynchronizer(Generic[V]):
         schedule = as_schedule(schedule, "schedule")
         check_schedule(schedule, bool(asynchronous))
         if quorum is not None:
-            if self.exchangers.quorum is None:
-                raise ValueError(f"`quorum` is for PyTorch and numpy. Received: quorum={quorum!r}")
             refuse_with_quorum(
                 quorum,
                 asynchronous=(asynchronous, bool(asynchronous)),
                 overlap=(overlap, overlaps),
-                compression=(compression, wire.lossy),
                 fragments=(fragments, fragments > 1),
                 audit_every=(audit_every, audit_every > 0),
                 center=(center, center == "sharded"),
-                nonfinite=(nonfinite, nonfinite == SKIP),
-                max_message_norm=(max_message_norm, max_message_norm is not None),
-                max_mean_norm=(max_mean_norm, max_mean_norm is not None),
                 parameters=("rows" if replica.tables else "present", bool(replica.tables or replica.present)),
             )
         needed = as_quorum(quorum, None if asynchronous else grace_seconds, algorithm, communicator, outer is not None)
         exchanger = self.exchangers.asynchronous if asynchronous else self.exchangers.synchronous
         exchanger = self.exchangers.overlapped if overlaps else exchanger
-        exchanger = exchanger if needed is None else self.exchangers.quorum or exchanger
+        exchanger = exchanger if needed is None else self.exchangers.quorum
         if replica.tables:
             replica.parameters.layout = layout_by_rows(replica, algorithm)
         whole_tensors = outer is not None and not self.cuts_tensors

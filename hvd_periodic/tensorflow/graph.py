@@ -62,7 +62,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         replica: VariableReplica,
         *arguments: Any,
         learning_rate: Callable[[], Any] | None = None,
-        exchangers: Exchangers = Exchangers(quorum=None),  # noqa: B008
+        exchangers: Exchangers = Exchangers(),  # noqa: B008
         **options: Any,
     ) -> None:
         self.exchangers = exchangers

@@ -77,7 +77,7 @@ class ExchangeLifecycle:
 
     def __init__(self, optimizer: Any, binding: RankBinding, spec: OptimizerSpec) -> None:
         self.optimizer, self.binding, self.spec = optimizer, binding, spec
-        self.saved = SavedExchanges(spec.asynchronous)
+        self.saved = SavedExchanges()
         self.model: Callable[[], keras.Model | None] = lambda: None
         self._made: list[Any] = []
         self._misfit = ""
@@ -130,7 +130,7 @@ class ExchangeLifecycle:
         replica = self._replica(trained)
         ranks, root = binding.communicator, 0
         sums = as_wire(options["compression"]).forms_sums(ranks, False)
-        if spec.asynchronous or options["center"] != "replicated" or sums:
+        if spec.asynchronous or options["quorum"] is not None or options["center"] != "replicated" or sums:
             ranks = binding.ranks_of_file()  # This rank's part of the center or sums has to be known.
             root = ranks.rank_of(options["root_rank"])
         self._synchronizer = synchronizer = _OptimizerSynchronizer(
@@ -336,7 +336,7 @@ class ExchangeLifecycle:
     def _name_center_optimizer(self) -> None:
         """Register the variables of the center's optimizer to be saved, each under its name."""
         center, saved = self.spec.center, self.saved.variables
-        if center is None or self.spec.asynchronous:
+        if center is None or self._synchronizer.exchanger.worker is not None:
             return
         for name in [name for name in saved if name.startswith(_CENTER_OPTIMIZER)]:
             del saved[name]

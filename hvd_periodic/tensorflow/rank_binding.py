@@ -130,8 +130,8 @@ class RankBinding:
                 raise
             raise RuntimeError(
                 "The part of this optimizer's state that a rank holds depends on the number of ranks, because it was "
-                "made with asynchronous=True, a center other than 'replicated', or a compression whose sums are kept: "
-                f"call hvd.init() before the file is loaded, or load it with compile=False ({error})"
+                "made with asynchronous=True, a quorum, a center other than 'replicated', or a compression whose sums "
+                f"are kept: call hvd.init() before the file is loaded, or load it with compile=False ({error})"
             ) from error
 
     def any_in_group(self, value: bool) -> bool:

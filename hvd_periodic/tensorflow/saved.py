@@ -16,7 +16,7 @@ from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.progress import MEMORY, SEEN, SINCE, WORK
 
 _CENTER = "asynchronous_center"
-"""Prefix of the names under which an asynchronous center is saved."""
+"""Prefix of the names under which a center in no variable is saved, an asynchronous one or that of rounds."""
 
 _PUSHES = f"{_CENTER}_pushes"
 """Name under which the counts of pushes to it are saved."""
@@ -51,7 +51,7 @@ class SavedExchanges:
     """The exchange state in the file of a model: variables, and what is in no variable.
 
     A loaded optimizer receives the values of its variables before it creates them. Not in variables are an
-    asynchronous center, and an exchange in flight.
+    asynchronous center or one of rounds with a quorum, and an exchange in flight.
 
     Attributes:
         variables: the variables by name; empty until they are created.
@@ -59,11 +59,10 @@ class SavedExchanges:
         formerly: as in :class:`~hvd_periodic.keras.model.NamedVariables`.
     """
 
-    def __init__(self, asynchronous: bool) -> None:
+    def __init__(self) -> None:
         self.variables: dict[str, Any] = {}
         self.later: set[str] = set()
         self.formerly: Sequence[bool] = ()
-        self._asynchronous = asynchronous
         self._waiting: dict[str, np.ndarray] = {}
         self._center: dict[str, np.ndarray] = {}
         self._in_flight: dict[str, np.ndarray] = {}
@@ -82,8 +81,10 @@ class SavedExchanges:
         in_flight = self._in_flight if synchronizer is None else _in_flight(synchronizer)  # updates the center first
         saved = {name: variable.numpy() for name, variable in self.variables.items()} or self._waiting
         saved = saved | in_flight
-        if self._asynchronous:
-            saved |= _center_of(synchronizer) if started and synchronizer is not None else self._center
+        if synchronizer is None or not started:
+            saved |= self._center
+        elif synchronizer.exchanger.worker is not None:
+            saved |= _center_of(synchronizer)
         for name, value in saved.items():
             store[name] = value
 

@@ -17,6 +17,7 @@ from hvd_periodic.comm.subset import require_possible
 from hvd_periodic.keras.model import check_policy, described
 from hvd_periodic.local_state import LocalState
 from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.sync.combinations import refuse_quorum
 from hvd_periodic.sync.warmup import schedule_around
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
@@ -65,7 +66,7 @@ class OptimizerSpec:
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise TypeError(f"`optimizer` must be a keras.optimizers.Optimizer. Received: {described(optimizer)}")
         inside, binding.average = split_distributed(optimizer)
-        _check_levels(inside, options["overlap"])
+        _check_levels(inside, options["overlap"], options["quorum"])
         check_policy(options["buffers"], model, binding.loaded)
         PARAMETERS.check(options["parameters"])
         if options["parameters"] is not None and any(each.use_ema for each in optimizers_inside(inside)):
@@ -85,6 +86,7 @@ class OptimizerSpec:
         schedule = as_schedule(period, as_typed("period"))
         if not binding.loaded:
             group = binding.gradient_group or gradient_group_inside(inside)
+            _refuse_averaging(group, options["quorum"])
             schedule = schedule_around(group, binding.communicator, schedule, asynchronous)
         return cls(inside, made, schedule, center, asynchronous, options)
 
@@ -96,6 +98,7 @@ class OptimizerSpec:
         """
         _check_ranks(binding.communicator, self.algorithm, self.asynchronous, self.options)
         binding.refuse_other_ranks(gradient_group)
+        _refuse_averaging(gradient_group, self.options["quorum"])
         schedule_around(gradient_group, binding.communicator, self.schedule, self.asynchronous)
 
     def config(self, outer_optimizer: str) -> dict[str, Any]:
@@ -120,15 +123,28 @@ def gradient_group_inside(optimizer: object) -> TensorFlowCommunicator | None:
     return group
 
 
-def _check_levels(inside: Any, overlap: int | str) -> None:
-    """Refuse overlap on several levels, where two exchanges would remove the same difference."""
+def _check_levels(inside: Any, overlap: int | str, quorum: int | None) -> None:
+    """Refuse on several levels what needs one.
+
+    With overlap, two exchanges would remove the same difference; with a quorum, ranks that wait at one level would not
+    come to rounds at the other.
+    """
     level = getattr(inside, "_lifecycle", None)
     inner = 0 if level is None else level.spec.options["overlap"]
+    if level is not None:
+        for each in (quorum, level.spec.options["quorum"]):
+            refuse_quorum(each, "for several levels of optimizers")
     if level is not None and not overlap == inner == 0:
         raise ValueError(
             "`overlap` needs a single level: an exchange of one would be in flight while the other moves the replica. "
             f"Received: overlap={overlap!r} around an optimizer with overlap={inner!r}"
         )
+
+
+def _refuse_averaging(gradient_group: TensorFlowCommunicator | None, quorum: int | None) -> None:
+    """Refuse a quorum where ranks average their gradients: they would wait for each other at every step."""
+    if gradient_group is not None:
+        refuse_quorum(quorum, "where gradients are averaged")
 
 
 def _check_ranks(ranks: Communicator, algorithm: Algorithm, asynchronous: bool, options: KerasOptions) -> None:

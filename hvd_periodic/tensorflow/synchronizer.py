@@ -58,7 +58,7 @@ class Synchronizer(VariableSynchronizer):
         period: local steps between exchanges, or a schedule.
         optimizer: the local optimizer, for algorithms that read its learning rate.
         outer_optimizer: a Keras optimizer that nothing else uses, for algorithms that optimize the center.
-        asynchronous: exchange with one center without waiting for other ranks; under MPI. Then
+        asynchronous: exchange with one center without waiting for other ranks; under MPI. Then, and with a ``quorum``,
             ``variables`` do not include the center: save :meth:`state_dict`.
         options: those of :class:`~hvd_periodic.options.Options` and
             :class:`~hvd_periodic.keras.options.ModelOptions`; the signature has their defaults.
@@ -120,7 +120,7 @@ class Synchronizer(VariableSynchronizer):
                 local_optimizer=None if optimizer is None else KerasOptimizerState(optimizer, replica),
                 **of_exchange(options),
             )
-            self._moved = None if asynchronous else moved
+            self._moved = None if self.exchanger.worker is not None else moved
             self._list_variables()
 
         if communicator.elastic:  # Others may exist already: all ranks meet at the first step.

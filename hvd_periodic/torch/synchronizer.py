@@ -135,7 +135,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             bounded = options["max_message_norm"] is not None or options["max_mean_norm"] is not None
             _check_replica(replica, communicator, planned, asynchronous, options["nonfinite"], self.averaging, bounded)
             inside = None if optimizer is None else vars(optimizer).get("synchronizer")
-            _refuse_quorum(options["quorum"], replica, self.averaging, isinstance(inside, Synchronizer))
+            _refuse_quorum(options["quorum"], replica, self.averaging, inside)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             require_possible(communicator, options["center"], options["nonfinite"], asynchronous, options["overlap"])
             moving = made.outer_optimizer(optimizer, outer_optimizer)
@@ -378,14 +378,15 @@ def _check_replica(
         )
 
 
-def _refuse_quorum(
-    quorum: int | None, replica: TorchReplica, averaging: JobCommunicator | None, has_levels: bool
-) -> None:
-    """Refuse a quorum where ranks do more together than exchange."""
+def _refuse_quorum(quorum: int | None, replica: TorchReplica, averaging: JobCommunicator | None, inside: Any) -> None:
+    """Refuse a quorum where ranks do more together than exchange, here or in an optimizer inside."""
+    if isinstance(inside, Synchronizer):
+        within = inside.exchanger.context.quorum
+        quorum = within.size if quorum is None and within is not None else quorum
     refused = {
         "for parameters that are sharded by fully_shard()": bool(replica.sharded),
         "where gradients are averaged": averaging is not None,
-        "for several levels of optimizers": has_levels,
+        "for several levels of optimizers": isinstance(inside, Synchronizer),
         "with `center_device`: the center is in host memory": replica.center_device is not None,
     }
     for where, here in refused.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
@@ -44,6 +44,28 @@ class Encoded(Wire):
     @abstractmethod
     def decode(self, coding: Coding[V], payload: V, length: int) -> V:
         """Return the rows of ``length`` float32 that these bytes encode."""
+
+    def pack(self, coding: Coding[V], message: V, ranks: int) -> tuple[V, V]:
+        """Return a message as bytes, for a receiver that sums those of ``ranks``, and the message as it receives it."""
+        (size,) = coding.sizes(message)
+        payload: Any = self.encode(coding, coding.rows(_as_float32(coding, message, ranks), 1, size))
+        decoded: Any = self.decode(coding, payload, size)
+        return coding.reshape(payload, -1), coding.like(decoded[0], message)
+
+    def unpack(self, coding: Coding[V], payload: V, size: int) -> V:
+        """Return the ``size`` float32 of a packed message."""
+        decoded: Any = self.decode(coding, coding.reshape(payload, 1, -1), size)
+        return cast(V, decoded[0])
+
+    def packed_size(self, size: int) -> int:
+        """Return the bytes of a packed message of ``size`` elements.
+
+        Example:
+            >>> from hvd_periodic.wires import Half, TopK
+            >>> Half().packed_size(1000), TopK(0.01).packed_size(1000)
+            (2000, 54)
+        """
+        return _packed_size(self, size)
 
     def check(self, communicator: Communicator, place: str) -> None:
         """Refuse a center that is not replicated."""
@@ -116,6 +138,14 @@ class Encoded(Wire):
         for rank in range(1, shape[0]):
             total = total + self.decode(coding, rows[rank : rank + 1], length)
         return total[0]
+
+
+@cache
+def _packed_size(wire: Encoded, size: int) -> int:
+    """Return the bytes of a packed message of zeros, which is as long as any other."""
+    rows: Any = np.zeros((1, size), "f4")
+    encoded: Any = wire.encode(Coding(), rows)
+    return int(encoded.nbytes)
 
 
 @cache

@@ -98,7 +98,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "BMUF": (hvdp.BMUF(), {"fragments": 2}),
     "overlap": (hvdp.Averaging(), {"overlap": 1}),
     "int8": (hvdp.DiLoCo(), {"compression": hvdp.Compression.int8}),
+    "quorum": (hvdp.Averaging(), {"quorum": 1, "grace_seconds": 0.0, "staleness_power": 0.5}),
 }
+
+SETS = [[0, 1], [0], [0, 1], [0, 1]]
+"""The ranks in the first rounds with a quorum."""
 
 
 def in_fit(algorithm: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -106,6 +110,8 @@ def in_fit(algorithm: Any, options: dict[str, Any]) -> dict[str, Any]:
     model, recorder = network(), Recorder()
     model.set_weights([weight + communicator_of(None).rank for weight in model.get_weights()])
     exchange = hvdp.PeriodicExchange(model, algorithm, PERIOD, **options)
+    if "quorum" in options:
+        exchange.synchronizer.exchanger.replay(SETS)
     fit(model, exchange, recorder)
     counters = exchange.synchronizer.counters
     return {
@@ -123,6 +129,8 @@ def on_arrays(algorithm: Any, options: dict[str, Any]) -> dict[str, Any]:
     first, second = np.ones(2, np.float32), np.zeros((3, 2), np.float32)
     arrays, local = {"first": first, "second": second}, SGD(RATE, MOMENTUM)
     optimizer = PeriodicOptimizer(local, arrays, algorithm, PERIOD, process_set=communicator, **options)
+    if "quorum" in options:
+        optimizer.synchronizer.exchanger.replay(SETS)
     epochs = []
     for _ in range(2):
         for row in data(communicator.rank):

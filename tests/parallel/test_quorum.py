@@ -246,6 +246,61 @@ def test_a_saved_set_resumes_exactly(ranks: list[dict[str, Any]]) -> None:
         assert whole[0] == whole[1], "all were in the last round"
 
 
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "skip": (hvdp.DiLoCo(), {"nonfinite": "skip"}),
+    "skip, agn": (hvdp.AGN(), {"nonfinite": "skip"}),
+    "bounds": (hvdp.DiLoCo(), {"max_message_norm": "median", "max_mean_norm": 0.1}),
+    "bound, easgd": (hvdp.EASGD(0.3), {"max_message_norm": 0.05}),
+    "top-k": (hvdp.DiLoCo(), {"compression": hvdp.Compression.topk(0.3)}),
+}
+
+
+def in_rounds(algorithm: Any, poisoned: bool, **options: Any) -> Any:
+    """Train with momentum and batch normalization in rounds of all, if there is a quorum."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).double()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvdp.PeriodicOptimizer(inner, model, algorithm, 2, buffers="average", **options)
+    optimizer.synchronizer.begin()
+    if "quorum" in options:
+        optimizer.synchronizer.exchanger.replay([range(3)] * 4)
+        hvd.allgather_object(None)
+    for step in range(7):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+        model(torch.randn(5, 3, generator=generator, dtype=torch.float64)).square().mean().backward()
+        if poisoned and step == 3 and hvd.rank() == 1:
+            model[0].weight.grad[0, 0] = torch.nan
+        optimizer.step()
+    optimizer.finalize()
+    tensors = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
+    tensors += [state["momentum_buffer"] for state in inner.state.values()]
+    counters = optimizer.synchronizer.counters
+    values = [value for tensor in tensors for value in tensor.flatten().tolist()]
+    return [values, counters.left_out, counters.rounds]
+
+
+@scenario
+def options_in_rounds() -> Any:
+    """Options in rounds of all, and in synchronous training."""
+    results = {}
+    for name, (algorithm, options) in OPTIONS.items():
+        poisoned = "nonfinite" in options
+        rounds = in_rounds(algorithm, poisoned, quorum=2, **options)
+        results[name] = [rounds, in_rounds(algorithm, poisoned, **options)]
+    return results
+
+
+def test_options_in_rounds_of_all_are_as_synchronously(ranks: list[dict[str, Any]]) -> None:
+    """But for the order in which Horovod's collective sums, and the float32 of sums of compressed messages."""
+    for name, (_, options) in OPTIONS.items():
+        for rank, (rounds, synchronous) in enumerate(column(ranks, "options_in_rounds", name)):
+            rel, least = (1e-5, 1e-6) if "compression" in options else (1e-9, 1e-12)
+            assert rounds[0] == pytest.approx(synchronous[0], rel=rel, abs=least), name
+            assert rounds[1:] == synchronous[1:]
+            assert rounds[1] == (rank == 1 and "nonfinite" in options), name
+
+
 @scenario
 def refusals() -> Any:
     x = torch.nn.Parameter(torch.zeros(2))

@@ -137,6 +137,21 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     assert by_title["Staleness"].count("from") == 1
 
 
+def test_a_page_of_rounds_with_a_quorum(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = written(tmp_path / "run", [[1.0, 1.0, 1.0], [0.5, 0.5, 0.5], [0.0, 0.0]], ranks=[0, 1, 2], quorum=2)
+    for log, numbers in zip(sorted(folder.iterdir()), ([1, 2, 3], [1, 2, 3], [1, 3]), strict=True):
+        began, *exchanged = map(json.loads, log.read_text().splitlines())
+        for line, number in zip(exchanged, numbers, strict=True):
+            line |= {"number": number, "members": [0, 1] if number == 2 else [0, 1, 2], "missed": 0}
+            line |= {"came": 10.0 * number - line["waited"], "time": 10.0 * number + 0.1}
+        log.write_text("".join(json.dumps(line) + "\n" for line in (began, *exchanged)))
+    page = shown(tmp_path, folder)
+    assert page.row("Rounds, without some ranks") == ["3, 1"]
+    assert page.row("Waiting saved by the quorum") == ["10.0 s"]
+    assert any(label.startswith("Staleness") for label in page.labels)
+
+
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     train(tmp_path / "bare", loss=False, center="root", ranks=1)

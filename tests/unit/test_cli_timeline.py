@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from hvd_periodic import EASGD, Averaging, Communicator, Compression, DiLoCo
-from hvd_periodic.cli import timeline
 from hvd_periodic.cli.main import main
+from hvd_periodic.cli.rounds import clocks, rounds_of
 from hvd_periodic.journal.runs import read_run
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import run_ranks
 from tests.trace_events import events_of
-from tests.unit.test_cli_report import AT, refused, train, written
+from tests.unit.test_cli_report import AT, lines, refused, train, written
 
 
 def traced(folder: Path) -> list[dict[str, Any]]:
@@ -150,7 +150,7 @@ def test_clocks_of_hosts_are_set_by_their_meetings(tmp_path: Path) -> None:
     shifted = [line | {name: line[name] + 100 for name in ("time", "came") if name in line} for line in ahead]
     (folder / "rank-1.jsonl").write_text("\n".join(map(json.dumps, shifted)))
     [part] = read_run(folder).trainings[0].parts
-    assert timeline.clocks(part) == {0: 0.0, 1: pytest.approx(100.0)}
+    assert clocks(part) == {0: 0.0, 1: pytest.approx(100.0)}
     begun = {(event["pid"], event["name"]): event["ts"] for event in spans(traced(folder))}
     assert begun[1, "exchange 1"] == pytest.approx(begun[0, "exchange 1"] + 3e6, abs=2)
 
@@ -227,3 +227,37 @@ def test_rounds_with_a_quorum(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (training,) = json.loads(capsys.readouterr().out)["trainings"]
     assert (training["facts"]["quorum"], training["facts"]["grace_seconds"]) == (2, 0.5)
     assert [(rank["exchanges"], rank["staleness"]) for rank in training["ranks"]] == [(4, 0), (4, 0), (2, 1)]
+    assert [rank["staleness_max"] for rank in training["ranks"]] == [0, 0, 2]
+    assert [each["members"] for each in training["rounds"]] == sets
+    assert training["rounds"][3]["staleness"] == {"0": 0, "1": 0, "2": 2}
+    assert any("2 of 4 rounds closed without some ranks" in finding for finding in training["findings"])
+
+
+CLOSED = [10.0, 20.0, 24.0, 30.0, 40.0]
+CAME = [[9.0, 10.0, 9.5], [19.0, 19.5], [22.0, 23.0], [29.0, 28.0, 26.0], [39.0, 38.0]]
+"""When five rounds closed, and when their members came; the third rank is in two of them."""
+
+
+def test_the_waiting_that_a_quorum_has_saved(tmp_path: Path) -> None:
+    """A rank that misses two rounds in a row counts in the first; one that has not come again by the end is unknown.
+
+    The clock of the third rank is 100 s ahead.
+    """
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for rank in range(3):
+        rounds = [(number, came) for number, came in enumerate(CAME, 1) if rank < len(came)]
+        waits, ahead = [CLOSED[number - 1] - came[rank] for number, came in rounds], 100.0 * (rank == 2)
+        began, *exchanged = lines(rank, waits, ranks=[0, 1, 2], quorum=2)
+        for line, (number, came) in zip(exchanged, rounds, strict=True):
+            line |= {"came": came[rank] + ahead, "time": CLOSED[number - 1] + 0.1 + ahead}
+            line |= {"number": number, "members": list(range(len(came)))}
+        (folder / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (began, *exchanged)))
+    [part] = read_run(folder).trainings[0].parts
+    assert clocks(part) == {0: 0.0, 1: 0.0, 2: 100.0}
+    found = rounds_of(part)
+    assert [each.late for each in found] == [{}, {2: 6.0}, {2: 2.0}, {}, {}]
+    assert [each.saved for each in found] == [0.0, 6.0, 0.0, 0.0, None]
+    details = [event["args"] for event in spans(traced(folder), "round 2")]
+    assert [each["came after the close"] for each in details] == ["rank 2: 6.0 s"] * 2
+    assert [each["seconds of waiting saved"] for each in details] == [6.0] * 2

@@ -93,7 +93,7 @@ def test_constraints_hold_for_replica_and_center() -> None:
     assert all((weight >= 0).all() for weight in model.get_weights())
     with callback.center():
         assert all((weight >= 0).all() for weight in model.get_weights())
-    with pytest.raises(ValueError, match="has a constraint, which an asynchronous center does not keep"):
+    with pytest.raises(ValueError, match="has a constraint, which a center of asynchronous exchange"):
         exchange(model, hvdp.EASGD(), asynchronous=True)
 
 

@@ -185,7 +185,7 @@ def test_settings_of_several_optimizers_inside() -> None:
 
 def test_asynchronous_exchange_refuses_constraints() -> None:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, kernel_constraint="non_neg")])
-    with pytest.raises(ValueError, match="has a constraint, which an asynchronous center does not keep"):
+    with pytest.raises(ValueError, match="has a constraint, which a center of asynchronous exchange"):
         hvdp.ElasticAverageOptimizer(
             keras.optimizers.SGD(0.1), model, 2, asynchronous=True, process_set=LocalCommunicator()
         )

@@ -343,13 +343,15 @@ EVERY: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     "by work": (Averaging(), {"weight": "steps"}),
 }
 
+COMPRESSED: dict[str, tuple[Algorithm, dict[str, Any]]] = {"top-k": (DiLoCo(), {"compression": Compression.topk(0.3)})}
+
 
 def arrays() -> dict[str, Any]:
     return {"w": np.linspace(-1, 1, 6).reshape(2, 3), "b": np.full(4, np.float32(0.3)), "none": np.zeros((0, 2))}
 
 
 def made(communicator: Communicator, name: str, xs: dict[str, Any], **options: Any) -> PeriodicOptimizer:
-    algorithm, more = EVERY[name]
+    algorithm, more = (EVERY | COMPRESSED)[name]
     optimizer = PeriodicOptimizer(SGD(0.1, 0.5), xs, algorithm, PERIOD, process_set=communicator, **options, **more)
     optimizer.synchronizer.begin()
     return optimizer
@@ -410,7 +412,7 @@ def test_elastic_averaging_conserves_the_sum() -> None:
     np.testing.assert_allclose(total - sum(moved for _, moved, _ in results), 4.0, rtol=1e-13)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY | COMPRESSED)
 def test_all_leave_with_the_same_center(name: str) -> None:
     """After different numbers of steps: one that has left long before takes part in the last round with what it had."""
 
@@ -504,7 +506,7 @@ def test_saves_do_not_wait_for_rounds() -> None:
     assert run_ranks(3, work) == [1, 1, 2]
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY | COMPRESSED)
 def test_a_set_that_was_saved_at_rest_resumes_exactly(name: str) -> None:
     """With a rank that was not in the last rounds, and with steps since the last round."""
     first, rest = [[0, 1, 2], [0, 1], [0, 1]], [[1, 2], [0, 1, 2], [0, 1], [0, 1, 2]]
@@ -544,7 +546,7 @@ def test_a_set_that_was_saved_at_rest_resumes_exactly(name: str) -> None:
         expected = go_on(communicator, optimizer, xs)
 
         xs = arrays()
-        algorithm, more = EVERY[name]
+        algorithm, more = (EVERY | COMPRESSED)[name]
         resumed = PeriodicOptimizer(
             SGD(0.1, 0.5), xs, algorithm, PERIOD, process_set=communicator, quorum=2, **power, **more
         )
@@ -593,10 +595,6 @@ def refusal(size: int, algorithm: Algorithm, **options: Any) -> str:
         ({"quorum": 2, "fragments": 2}, "`fragments` is not available with `quorum`"),
         ({"quorum": 2, "audit_every": 1}, "`audit_every` is not available with `quorum`"),
         ({"quorum": 2, "center": "sharded"}, "`center` is not available with `quorum`"),
-        ({"quorum": 2, "compression": Compression.int8}, "`compression` is not available with `quorum`"),
-        ({"quorum": 2, "nonfinite": "skip"}, "`nonfinite` is not available with `quorum`"),
-        ({"quorum": 2, "max_message_norm": 1.0}, "`max_message_norm` is not available with `quorum`"),
-        ({"quorum": 2, "max_mean_norm": 1.0}, "`max_mean_norm` is not available with `quorum`"),
         ({"quorum": 2, "parameters": lambda *_: "present"}, "`parameters` is not available with `quorum`"),
         (
             {"quorum": 2, "parameters": lambda name, _: "rows" if name == "x" else None},

@@ -349,7 +349,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             outer=None if moved is None else GraphOuterOptimizer(moved, named.parameters, replica.values),
             rates=SessionRates(local, len(variables)) if self._algorithm.uses_learning_rate else None,
             learning_rate=lambda: learning_rate_of(local),
-            exchangers=Exchangers(SessionSynchronous, SessionAsynchronous, SessionOverlapped, quorum=None),
+            exchangers=Exchangers(SessionSynchronous, SessionAsynchronous, SessionOverlapped),
             **of_exchange(self._options),
         )
         exchanger: Any = synchronizer.exchanger
