@@ -36,9 +36,9 @@ class ExchangeOptions(TypedDict, total=False):
             replicated center. Without compression, elastic averaging follows exactly the same trajectory as without
             overlap; the other algorithms lose no local progress. Synchronous training only.
         compression: encoding of messages, in Horovod's spelling: ``hvdp.Compression.none``, ``fp16``, ``bf16``,
-            ``int8`` or ``topk(0.01)``; also ``hvd.Compression.fp16``. The part that is not sent is not lost: it is kept
-            for the next exchange, or stays in the replica. Statistics are sent uncompressed. All but fp16 over Horovod
-            need a replicated center.
+            ``int8``, ``int4``, ``e3m0``, ``int2``, ``topk(0.01)`` or ``topk(chunk=4096, keep=64)``; also
+            ``hvd.Compression.fp16``. The part that is not sent is not lost: it is kept for the next exchange, or stays
+            in the replica. Statistics are sent uncompressed. All but fp16 over Horovod need a replicated center.
         fragments: number F of parts of the parameters, of about equal size, that are exchanged one after another within
             every period of τ local steps: the f-th after ⌈f τ/F⌉ steps. The largest amount sent at once falls by a
             factor of F. Statistics and optimizer state travel with the last fragment; ``sync()`` and ``finalize()``

@@ -36,6 +36,10 @@ WIRES: dict[str, tuple[Wire, slow.Quantizer, int]] = {
     "bf16": (Compression.bf16, slow.bfloat16, 2),
     "int8": (Compression.int8, slow.int8, 2),
     "topk": (Compression.topk(0.5), slow.top((len(oracle.START) + 1) // 2), 1),
+    "int4": (Compression.int4, slow.in_blocks("int4"), 2),
+    "e3m0": (Compression.e3m0, slow.in_blocks("e3m0"), 2),
+    "int2": (Compression.int2, slow.in_blocks("int2"), 2),
+    "chunks": (Compression.topk(chunk=2, keep=1), slow.chunks(2, 1), 1),
 }
 LOSSY = [wire for wire, _, _ in WIRES.values()]
 """With the slow form of each, and how many hops a message takes."""
@@ -131,7 +135,8 @@ def test_elastic_averaging_conserves_what_there_is(wire: Wire) -> None:
     center, unsent = found[0][2], np.concatenate([of_rank[3] for of_rank in found])[: moved.shape[1]]
     left = slow.RATE * unsent if unsent.size else 0.0
     assert ends.sum(axis=0) + center + left == pytest.approx(moved.sum(axis=0), abs=1e-4)
-    assert np.abs(ends - center).max() < 0.02, "all come together"
+    apart = np.abs(ends - center)
+    assert apart.mean() < 0.05 if wire is Compression.int2 else apart.max() < 0.02, "all come together"
 
 
 DRIFTS = {
@@ -139,6 +144,10 @@ DRIFTS = {
     "bf16": ([1.003, 0.0], [0.02, 0.0]),  # It would be 1 every time.
     "int8": ([1.0, 1e-3, 1.0, 1e-3], [0.01] * 4),  # Below half of 1/127, it would be 0.
     "topk": ([1.0, 0.3], [1.0, 1.0]),  # It would never be sent.
+    "int4": ([1.0, 0.02, 1.0, 0.02], [0.1] * 4),  # Below half of 1/7, it would be 0.
+    "e3m0": ([1.0, 3e-3, 0.7, 0.3], [0.5, 0.02, 0.5, 0.5]),  # Below 1/128, it would be 0.
+    "chunks": ([1.0, 0.3, 0.5], [1.0, 1.0, 0.1]),  # It would never be sent.
+    "int2": ([1.0, 0.1, 1.0, 0.1], [0.5] * 4),  # Below seven tenths of the mean, it would be 0.
 }
 """How far the last of two ranks moves at every step, of which the mean is sent at once, and how far is tolerated."""
 
@@ -246,6 +255,10 @@ def test_bytes_are_those_that_are_sent(wire: Wire) -> None:
         Compression.bf16: (2 + 1) * 500 * 2,
         Compression.int8: (2 + 1) * (500 + 4),
         Compression.topk(0.5): 500 * (4 + 1) + 4,
+        Compression.int4: (2 + 1) * (250 + 8),
+        Compression.e3m0: (2 + 1) * (250 + 8),
+        Compression.int2: (2 + 1) * (125 + 8),
+        Compression.topk(chunk=2, keep=1): 500 * 8 + 63 + 125,
     }[wire]
 
     def run(communicator: Any, compression: Wire) -> int:
@@ -328,6 +341,14 @@ def test_what_cannot_be() -> None:
             Compression.topk(fraction)
     with pytest.raises(TypeError, match="must be a number"):
         Compression.topk("all")  # type: ignore[arg-type]
+    for keywords in ({}, {"chunk": 4096}, {"keep": 64}, {"fraction": 0.1, "chunk": 4096, "keep": 64}):
+        with pytest.raises(TypeError, match=r"`Compression\.topk` takes a fraction, as in topk"):
+            Compression.topk(**keywords)  # type: ignore[arg-type]
+    for chunk, keep, name in ((1, 1, "chunk"), (65537, 1, "chunk"), (8, 0, "keep"), (8, 9, "keep")):
+        with pytest.raises(ValueError, match=rf"`Compression.topk\({name}=...\)` must be"):
+            Compression.topk(chunk=chunk, keep=keep)
+    with pytest.raises(TypeError, match="must be an int >= 1"):
+        Compression.topk(chunk=8, keep=0.5)  # type: ignore[arg-type]
     for wire in LOSSY:
         for place in ("root", "sharded"):
             for kind, message in failing_ranks([wire] * 2, center=place):
