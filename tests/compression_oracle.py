@@ -186,7 +186,9 @@ class SlowWire:
         return decoded, received
 
 
-def expected(name: str, n: int, quantize: Quantizer, hops: int) -> tuple[list[list[list[float]]], list[float]]:
+def expected(
+    name: str, n: int, quantize: Quantizer, hops: int, decay: float = 1.0
+) -> tuple[list[list[list[float]]], list[float]]:
     """Return x of every worker after every step, and the center at the end; without overlap."""
     size = len(oracle.START)
     workers, wire = oracle.Workers(n, oracle.MOMENTUM), SlowWire(quantize, n, size, hops)
@@ -205,7 +207,9 @@ def expected(name: str, n: int, quantize: Quantizer, hops: int) -> tuple[list[li
             else:
                 messages = [[x - h for x, h in zip(of_worker, handed_out, strict=True)] for of_worker in workers.x]
             if name != "easgd":
-                messages = [[m + e for m, e in zip(*pair, strict=True)] for pair in zip(messages, kept, strict=True)]
+                messages = [
+                    [m + decay * e for m, e in zip(*pair, strict=True)] for pair in zip(messages, kept, strict=True)
+                ]
             decoded, total = wire.send(messages)
             if name == "easgd":
                 for worker, sent in enumerate(decoded):
