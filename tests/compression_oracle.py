@@ -59,7 +59,7 @@ def halving(values: list[np.float32], size: int) -> np.float32:
 def int4_block(values: list[np.float32]) -> tuple[np.float32, list[int], list[float]]:
     """Return the scale of a block, its codes, and what they stand for."""
     scale = max(map(abs, values)) / np.float32(7)
-    if scale < SMALLEST:
+    if scale <= SMALLEST:
         return np.float32(0), [8] * len(values), [0.0] * len(values)
     levels = [round(float(x / scale)) for x in values]
     return scale, [level + 8 for level in levels], [single(float(scale) * level) for level in levels]
@@ -72,7 +72,7 @@ def nearest(levels: list[float], x: float) -> int:
 
 def e3m0_block(values: list[np.float32]) -> tuple[np.float32, list[int], list[float]]:
     largest = max(map(abs, values))
-    if largest < SMALLEST:
+    if largest <= SMALLEST:
         return np.float32(0), [0] * len(values), [0.0] * len(values)
     powers = [0.0, *(2.0 ** (level - 7) for level in range(1, 8))]
     near = [nearest(powers, float(abs(x) / largest)) for x in values]
@@ -81,7 +81,7 @@ def e3m0_block(values: list[np.float32]) -> tuple[np.float32, list[int], list[fl
 
 
 def int2_block(values: list[np.float32]) -> tuple[np.float32, list[int], list[float]]:
-    sizes = [abs(x) / np.float32(BLOCK) if abs(x) >= SMALLEST else np.float32(0) for x in values]
+    sizes = [abs(x) / np.float32(BLOCK) if abs(x) > SMALLEST else np.float32(0) for x in values]
     threshold = halving(sizes, BLOCK) / np.float32(len(values)) * np.float32(0.7)
     large = [x > threshold for x in sizes]
     count = np.float32(max(sum(large), 1))
@@ -92,7 +92,7 @@ def int2_block(values: list[np.float32]) -> tuple[np.float32, list[int], list[fl
 
 BLOCK = 256
 SMALLEST = np.float32(2.0**-118)
-"""Smaller scales are 0."""
+"""Scales up to this are 0."""
 
 OF_BLOCK = {"int4": (int4_block, 4), "e3m0": (e3m0_block, 4), "int2": (int2_block, 2)}
 """What encodes a block, and bits of a code."""
@@ -110,7 +110,7 @@ def in_chunks(values: list[float], chunk: int, keep: int) -> tuple[bytes, list[f
         count = math.ceil(keep * len(part) / chunk)
         size = 2 ** math.ceil(math.log2(count))
         sizes = [abs(x) / np.float32(size) for x in part]
-        sizes = [x if x >= 2.0**-126 else np.float32(0) for x in sizes]
+        sizes = [x if x > 2.0**-126 else np.float32(0) for x in sizes]
         chosen = sorted(sorted(range(len(part)), key=lambda i, of=sizes: -of[i])[:count])  # type: ignore[misc]
         found = [sizes[i] for i in chosen]
         mean = np.float32(0) if min(found) == 0 else halving(found, size) / np.float32(count)

@@ -82,6 +82,10 @@ class GraphCoding(Coding[Any]):
         """Return ``x`` with smaller elements replaced by the limit."""
         return tf.maximum(x, tf.constant(limit, x.dtype))
 
+    def exceeds(self, x: Any, limit: Any) -> Any:
+        """Return 1 where an element is larger than the limit, and 0 elsewhere."""
+        return tf.cast(x > limit, tf.float32)
+
     def ratio(self, x: Any, y: Any) -> Any:
         """Return ``x / y``; 0 where ``y`` is 0. Graphs compute a plain division by a constant as a product."""
         return tf.math.divide_no_nan(x, y)

@@ -96,6 +96,10 @@ class Coding(Generic[V]):
         """Return ``x`` with smaller elements replaced by the limit."""
         return cast(V, np.maximum(x, limit))
 
+    def exceeds(self, x: Any, limit: Any) -> V:
+        """Return 1 where an element of float32 is larger than the limit, a number or an array, and 0 elsewhere."""
+        return cast(V, (x > limit).astype(np.float32))
+
     def ratio(self, x: Any, y: Any) -> V:
         """Return ``x / y``; 0 where ``y`` is 0."""
         return cast(V, x / np.where(y == 0, np.full_like(y, np.inf), y))

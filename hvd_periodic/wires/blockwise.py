@@ -16,8 +16,8 @@ V = TypeVar("V")
 SCALE_BYTES = 4
 
 SMALLEST_SCALE = 2.0**-118
-"""Smaller scales are 0. TensorFlow treats numbers below 2^-126, the smallest normal float32, as 0, while numpy and
-PyTorch compute with them; beside a scale that is not smaller than this, they are sent as 0 either way."""
+"""Scales up to this are 0. TensorFlow treats numbers below 2^-126, the smallest normal float32, as 0, while numpy and
+PyTorch compute with them; beside a larger scale than this, they are sent as 0 either way."""
 
 _SMALLEST = 2.0**-126
 
@@ -101,7 +101,7 @@ class Blockwise(Encoded):
 def scales_of(coding: Coding[V], blocks: V, levels: int) -> V:
     """Return the largest magnitude of every block, divided by a number of levels."""
     scales: Any = coding.ratio(coding.max_abs(blocks), coding.constant(levels, blocks))
-    return scales * coding.wide(scales >= SMALLEST_SCALE)  # type: ignore[no-any-return]
+    return scales * coding.exceeds(scales, SMALLEST_SCALE)  # type: ignore[no-any-return]
 
 
 def magnitudes(coding: Coding[V], x: V, size: int) -> V:
@@ -109,10 +109,10 @@ def magnitudes(coding: Coding[V], x: V, size: int) -> V:
 
     Example:
         >>> magnitudes(Coding(), np.array([3e38, -4.0, 1e-36], "f4"), 256)
-        array([1.1718750e+36, 1.5625000e-02, 0.0000000e+00], dtype=float32)
+        array([1.171875e+36, 1.562500e-02, 0.000000e+00], dtype=float32)
     """
     scaled: Any = abs(x) * (1.0 / size)  # type: ignore[arg-type]
-    return scaled * coding.wide(scaled >= _SMALLEST)  # type: ignore[no-any-return]
+    return scaled * coding.exceeds(scaled, _SMALLEST)  # type: ignore[no-any-return]
 
 
 def sums(coding: Coding[V], x: V) -> V:

@@ -26,7 +26,7 @@ class ChunkedTopK(Encoded):
 
     Of equal elements, the first are chosen. If a chosen element is 0, a0 = 0, and a1 is the mean of the others; if
     none is above the mean, a1 = a0. The last chunk of a bucket may be shorter: of c elements, ⌈k c / C⌉ travel.
-    Elements whose magnitude is below 2^-126 times the power of 2 from k on count as 0.
+    Elements whose magnitude is up to 2^-126 times the power of 2 from k on count as 0.
 
     A row is a0 and a1 of every chunk in float32; then the places within their chunks, ⌈log2 C⌉ bits each; then for
     each place one bit for |x| ≈ a1, and one for x < 0; the first in the lowest bits. Every rank receives the elements
@@ -53,7 +53,7 @@ class ChunkedTopK(Encoded):
     """
 
     sparse: ClassVar[bool] = True
-    coding_seconds: ClassVar[float] = 1e-8
+    coding_seconds: ClassVar[float] = 4.2e-9
 
     chunk: int = 4096
     keep: int = 64
@@ -126,19 +126,18 @@ class ChunkedTopK(Encoded):
         def summed(x: V) -> Any:
             return sums(coding, coding.padded(x, size))
 
-        nonzero: Any = coding.wide(found > 0)
-        some_zero: Any = coding.max_abs(1.0 - nonzero)
+        some_zero: Any = coding.max_abs(1.0 - coding.exceeds(found, 0.0))  # type: ignore[operator]
         mean: Any = coding.ratio(summed(found), coding.constant(count, found))
-        upper: Any = coding.wide(found > mean * (1.0 - some_zero))
+        upper: Any = coding.exceeds(found, mean * (1.0 - some_zero))
         above = summed(upper)
         lower_mean: Any = coding.ratio(summed(found * (1.0 - upper)), count - above)
         upper_mean: Any = coding.ratio(summed(found * upper), above)
-        any_above: Any = coding.wide(above > 0)
+        any_above: Any = coding.exceeds(above, 0.0)
         upper_mean = upper_mean + lower_mean * (1.0 - any_above)
         scales: Any = coding.joined([lower_mean, upper_mean])
-        negative: Any = coding.take(chunks, places)
-        is_negative: Any = coding.wide(negative < 0)
-        values = coding.bits(coding.cast(upper + 2.0 * is_negative, "i4"), _VALUE_BITS)
+        signed: Any = coding.take(chunks, places)
+        negative: Any = coding.exceeds(-signed, 0.0)
+        values = coding.bits(coding.cast(upper + 2.0 * negative, "i4"), _VALUE_BITS)
         return coding.to_bytes(scales * size), coding.bits(places, self._place_bits), values
 
 

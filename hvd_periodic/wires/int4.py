@@ -22,7 +22,7 @@ class Int4(Blockwise):
         s = max |x| / 7,   q = round(x / s),   x ≈ s q
 
     Ties go to the even q, and q + 8 travels. The error of an element is at most s/2, max |x| / 14. Scales take 3 %
-    more bytes. A scale below 2^-118 is 0, and the block is sent as zeros.
+    more bytes. A scale up to 2^-118 is 0, and the block is sent as zeros.
 
     Example:
         >>> import numpy as np

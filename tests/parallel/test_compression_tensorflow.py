@@ -162,10 +162,17 @@ def compressed_in_fit() -> Any:
     Returns the sums of the center's weights at the end: of the original, and of what was loaded.
     """
     results = {}
-    for name, wire in (("average", "int8"), ("easgd", "topk"), ("agn", "bf16")):
+    for name, wire in (
+        ("average", "int8"),
+        ("easgd", "topk"),
+        ("agn", "bf16"),
+        ("diloco", "chunks"),
+        ("average", "int4"),
+    ):
         model = network()
         inner = keras.optimizers.SGD(0.01, momentum=MOMENTUM)
-        optimizer = hvdp.PeriodicOptimizer(inner, model, ALGORITHMS[name](), PERIOD, compression=WIRES[wire])
+        decay = {"error_decay": 0.9} if wire in ("chunks", "int4") else {}
+        optimizer = hvdp.PeriodicOptimizer(inner, model, ALGORITHMS[name](), PERIOD, compression=WIRES[wire], **decay)
         model.compile(optimizer, loss="mse", jit_compile=False)
         model.fit(*batches(1, 2 * PERIOD + 1), batch_size=4, shuffle=False, verbose=0)
         with tempfile.TemporaryDirectory() as folder:
