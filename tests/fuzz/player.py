@@ -43,10 +43,6 @@ COMPRESSIONS: dict[str, Any] = {
     "bf16": Compression.bf16,
     "int8": Compression.int8,
     "topk": Compression.topk(0.5),
-    "int4": Compression.int4,
-    "e3m0": Compression.e3m0,
-    "int2": Compression.int2,
-    "chunks": Compression.topk(chunk=2, keep=1),
 }
 OPTIMIZERS = ("sgd", "momentum", "adam")
 STATES: dict[str, Any] = {"local": "local", "reset": "reset", "average": "average"}
