@@ -12,6 +12,7 @@ from hvd_periodic.algorithms import AGN, BMUF, EASGD, Algorithm, Averaging, DiLo
 from hvd_periodic.comm import Communicator, LocalCommunicator
 from hvd_periodic.journal import Counters, Listener, Report, Total
 from hvd_periodic.journal.files import read_run_log
+from hvd_periodic.presets import sparse_loco
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, DyLU, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.spellings import warn_old
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
@@ -47,6 +48,7 @@ __all__ = [
     "Wire",
     "__version__",
     "read_run_log",
+    "sparse_loco",
 ]
 
 _FRONT_ENDS = {

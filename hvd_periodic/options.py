@@ -36,9 +36,14 @@ class ExchangeOptions(TypedDict, total=False):
             replicated center. Without compression, elastic averaging follows exactly the same trajectory as without
             overlap; the other algorithms lose no local progress. Synchronous training only.
         compression: encoding of messages, in Horovod's spelling: ``hvdp.Compression.none``, ``fp16``, ``bf16``,
-            ``int8`` or ``topk(0.01)``; also ``hvd.Compression.fp16``. The part that is not sent is not lost: it is kept
-            for the next exchange, or stays in the replica. Statistics are sent uncompressed. All but fp16 over Horovod
-            need a replicated center. With a ``quorum``, not in elastic averaging or with ``max_message_norm``.
+            ``int8``, ``int4``, ``e3m0``, ``int2``, ``topk(0.01)`` or ``topk(chunk=4096, keep=64)``; also
+            ``hvd.Compression.fp16``. The part that is not sent is not lost: it is kept for the next exchange, or stays
+            in the replica. Statistics are sent uncompressed. All but fp16 over Horovod need a replicated center. With a
+            ``quorum``, not in elastic averaging or with ``max_message_norm``.
+        error_decay: β in [0, 1]: the part of what a message did not send that is added to the next one, with a lossy
+            ``compression``: m = message + β e, e ← m − sent. With 1, all arrives; with less, the rest is forgotten, and
+            what moves slowly beside the rest of its chunk may never travel. SparseLoCo (arXiv 2508.15706) has 0.95.
+            Below 1 not for elastic averaging, which keeps what is not sent in the replica. Synchronous training only.
         fragments: number F of parts of the parameters, of about equal size, that are exchanged one after another within
             every period of τ local steps: the f-th after ⌈f τ/F⌉ steps. The largest amount sent at once falls by a
             factor of F. Statistics and optimizer state travel with the last fragment; ``sync()`` and ``finalize()``
@@ -99,6 +104,7 @@ class ExchangeOptions(TypedDict, total=False):
     optimizer_state: Annotated[LocalStateLike, "local"]
     overlap: Annotated[int | str, 0]
     compression: Annotated[Any, Compression.none]
+    error_decay: Annotated[float, 1.0]
     fragments: Annotated[int, 1]
     nonfinite: Annotated[str, "raise"]
     weight: Annotated[WeightLike, None]
@@ -165,7 +171,7 @@ def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
         >>> Setup(3).options
         {'center': 'replicated', 'optimizer_state': 'local', 'overlap': 0, 'compression': Plain(), ...}
         >>> list(inspect.signature(Setup).parameters)
-        ['size', 'center', 'optimizer_state', 'overlap', 'compression', 'fragments', 'nonfinite', ...]
+        ['size', 'center', 'optimizer_state', 'overlap', 'compression', 'error_decay', 'fragments', 'nonfinite', ...]
         >>> Setup(3, centre="root")
         Traceback (most recent call last):
         TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., run_log

@@ -27,6 +27,8 @@ SECOND_HOP_RESIDUAL = "unsent_sums"
 class ErrorFeedback(Generic[V]):
     """Sends messages; the residual of each, the part that a lossy wire did not send, is added to the next one.
 
+        m = message + β e,   e ← m − sent
+
     Args:
         name: name of the group.
         layout: layout of its values.
@@ -36,6 +38,7 @@ class ErrorFeedback(Generic[V]):
         wire: encoding of the messages.
         communicator: the ranks, on which the wire may form sums.
         overlapped: local steps continue while messages are in flight.
+        error_decay: β, the part of a residual that is added to the next message; the rest is forgotten.
 
     Attributes:
         wire: as given.
@@ -56,10 +59,12 @@ class ErrorFeedback(Generic[V]):
         wire: Wire,
         communicator: Communicator,
         overlapped: bool,
+        error_decay: float = 1.0,
     ) -> None:
         self.wire, self._placement, self._replica, self._reduction = wire, placement, replica, algorithm.reduction
         self._touched = TouchedRows[V](layout, replica.tables) if replica.tables else None
         self.received_totals: dict[int, V] = {}
+        self._decay = error_decay
         self.residual: Store[V] | None = None
         if wire.lossy and algorithm.uses_error_feedback:
             self.residual = replica.new_store(layout, f"{name}.{RESIDUAL}")
@@ -120,7 +125,7 @@ class ErrorFeedback(Generic[V]):
             self.residual, bucket, space, [(start, stop) for start, stop, weight in weights if not weight]
         )
         residual = of_message.read()
-        message = space.axpy(1.0, residual, message)
+        message = space.axpy(self._decay, residual, message)
         sent = self.wire.start(link, message)
         decoded = message if sent.decoded is None else sent.decoded
         of_message.write(space.sub(message, decoded, out=residual))
@@ -138,7 +143,7 @@ class ErrorFeedback(Generic[V]):
         """
         space = self._replica.space
         if self.residual is not None:
-            message = space.axpy(1.0, self.residual.read(bucket), message)
+            message = space.axpy(self._decay, self.residual.read(bucket), message)
         payload, decoded = cast(Encoded, self.wire).pack(space.coding, message, ranks)
         return payload, space.sub(message, decoded)
 

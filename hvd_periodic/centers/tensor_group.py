@@ -96,6 +96,7 @@ class TensorGroup(Generic[V]):
         rates: the learning rates, for algorithms that use them.
         overlapped: local steps continue while an exchange is in flight, so that its messages need their own memory.
         wire: encoding of the messages.
+        error_decay: β, the part of what the wire did not send that is added to the next message.
         bounds: bounds on norms, if there are any.
         keeps_taken: a worker forms its messages from the center as it last took it, which may be an older one.
 
@@ -124,6 +125,7 @@ class TensorGroup(Generic[V]):
         rates: LearningRates | None = None,
         overlapped: bool = False,
         wire: Wire = Plain(),  # noqa: B008
+        error_decay: float = 1.0,
         bounds: NormBounds | None = None,
         keeps_taken: bool = False,
     ) -> None:
@@ -139,7 +141,7 @@ class TensorGroup(Generic[V]):
         }
         lasting = overlapped or not placement.reduces
         self.error_feedback = ErrorFeedback(
-            name, values.layout, placement, replica, algorithm, wire, membership.communicator, lasting
+            name, values.layout, placement, replica, algorithm, wire, membership.communicator, lasting, error_decay
         )
         if self.error_feedback.residual is not None:
             self.worker[RESIDUAL] = self.error_feedback.residual

@@ -154,7 +154,7 @@ def _meant(node: ast.expr, known: Mapping[str, Any], what: str, kind: Any, numbe
             if not callable(found):
                 raise TypeError("it takes no arguments")
             found = found(*arguments, **keywords)
-        elif inspect.isclass(found):
+        elif callable(found):
             found = found()
         if not isinstance(found, kind):
             raise TypeError(

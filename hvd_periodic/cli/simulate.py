@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compression",
         default="none",
         metavar="C",
-        help="compression of messages: none, fp16, bf16, int8, topk(0.01) (default: none)",
+        help="compression of messages: none, fp16, bf16, int8, int4, e3m0, int2, topk(0.01) (default: none)",
     )
     _add_problem(parser.add_argument_group("problem"))
     parser.add_argument(

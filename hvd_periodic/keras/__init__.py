@@ -14,6 +14,7 @@ has optimizers that do the same inside of compiled steps.
 
 from hvd_periodic.algorithms import BMUF, EASGD, Averaging, DiLoCo, SlowMo
 from hvd_periodic.keras.exchange import PeriodicExchange
+from hvd_periodic.presets import sparse_loco
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, DyLU, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.wires import Compression
 
@@ -35,4 +36,5 @@ __all__ = [
     "Schedule",
     "Seconds",
     "SlowMo",
+    "sparse_loco",
 ]

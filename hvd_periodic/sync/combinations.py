@@ -17,6 +17,7 @@ from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.handshake import Weight
 from hvd_periodic.vectors.space import ArraySpace
+from hvd_periodic.wires.base import Wire
 
 
 def check_weight(weight: Weight, algorithm: Algorithm, replica: Replica[Any], fragments: int) -> None:
@@ -55,6 +56,30 @@ def check_schedule(schedule: Schedule, asynchronous: bool) -> None:
             f"{type(schedule).__name__} gives each worker its own number of local steps, and workers exchange together "
             f"without asynchronous=True, also with a quorum: pass that, or another period. Received: {schedule!r}"
         )
+
+
+def as_error_decay(error_decay: float, wire: Wire, algorithm: Algorithm) -> float:
+    """Return the decay of what is not sent, validated.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: not in [0, 1]; or less than 1, and everything is sent, or stays in the replica if it is not.
+    """
+    decay = require_real(error_decay, "`error_decay`", positive=False)
+    if decay > 1:
+        raise ValueError(f"`error_decay` must be in [0, 1]. Received: {error_decay!r}")
+    if decay < 1 and not wire.lossy:
+        raise ValueError(
+            "`error_decay` is for the part of a message that a lossy `compression` does not send: pass one, or leave "
+            f"`error_decay` out. Received: error_decay={error_decay!r}, compression={wire!r}"
+        )
+    if decay < 1 and not algorithm.uses_error_feedback:
+        raise ValueError(
+            f"`error_decay` is for algorithms with error feedback. In {type(algorithm).__name__}, the part of a "
+            "message that is not sent stays in the replica, and there is nothing to decay. "
+            f"Received: error_decay={error_decay!r}"
+        )
+    return decay
 
 
 def as_staleness_power(power: float, algorithm: Algorithm, asynchronous: bool, quorum: bool) -> float:

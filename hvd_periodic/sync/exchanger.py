@@ -52,6 +52,7 @@ class ExchangeContext(Generic[V]):
         fragments: the parts of the parameters that are exchanged one after another.
         overlap: number of local steps for which an exchange may be in flight, or ``"period"``.
         wire: encoding of the parameters' messages.
+        error_decay: β, the part of what the wire did not send that is added to the next message.
         local_optimizer: the state of the local optimizer; None if unknown.
         nonfinite: policy for a rank whose replica is not finite.
         audit_every: number of exchanges between comparisons of the ranks' centers; 0: never.
@@ -74,6 +75,7 @@ class ExchangeContext(Generic[V]):
     fragments: Sequence[Fragment]
     overlap: int | str
     wire: Wire
+    error_decay: float
     local_optimizer: OptimizerState[V] | None
     nonfinite: str
     audit_every: int

@@ -31,6 +31,7 @@ from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.center_reader import CenterReader
 from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.combinations import (
+    as_error_decay,
     as_grace,
     as_quorum,
     as_staleness_power,
@@ -111,6 +112,7 @@ class ReplicaSynchronizer(Generic[V]):
         local_optimizer: access to that state, for policies that change it.
         overlap: local steps during which an exchange may be in flight, or ``"period"``.
         compression: encoding of the messages of the parameters.
+        error_decay: part of what a message did not send that is added to the next one.
         fragments: number of parts of the parameters that are exchanged one after another within a period.
         nonfinite: policy for a rank whose replica is not finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
         weight: weight of this rank in means over ranks: a number, a function, or its work, ``"steps"`` or
@@ -172,6 +174,7 @@ class ReplicaSynchronizer(Generic[V]):
         local_optimizer: OptimizerState[V] | None = None,
         overlap: int | str = 0,
         compression: Any = Compression.none,
+        error_decay: float = 1.0,
         fragments: int = 1,
         nonfinite: str = RAISE,
         weight: WeightLike = None,
@@ -195,6 +198,7 @@ class ReplicaSynchronizer(Generic[V]):
             _refuse(overlaps, "overlap", overlap, "no rank waits for another")
             _refuse(fragments > 1, "fragments", fragments, "no rank waits for another")
             _refuse(wire.lossy, "compression", compression, "ranks read and write the center itself")
+            _refuse(error_decay != 1, "error_decay", error_decay, "no part of a message is left unsent")
             _refuse(audit_every > 0, "audit_every", audit_every, "there is one center")
             _refuse(weight is not None, "weight", weight, "no mean is taken")
             _refuse(max_message_norm is not None, "max_message_norm", max_message_norm, "no bounds are kept")
@@ -230,6 +234,7 @@ class ReplicaSynchronizer(Generic[V]):
         exchanger.check(schedule, self.policy)
         self.algorithm = self.exchanged.algorithm
         check_weight(counts, self.algorithm, replica, fragments)
+        decay = as_error_decay(error_decay, wire, self.algorithm)
         check_bounds(bounds, self.algorithm, replica, communicator.size)
         self.membership = Membership(communicator, root, communicator.unique_name() if name is None else name)
         state = state_exchange(self.policy, local_optimizer, replica, self.membership)
@@ -257,6 +262,7 @@ class ReplicaSynchronizer(Generic[V]):
             fragments=cut,
             overlap=overlap,
             wire=wire,
+            error_decay=decay,
             local_optimizer=reset,
             nonfinite=nonfinite,
             audit_every=audit_every,
@@ -477,6 +483,7 @@ class ReplicaSynchronizer(Generic[V]):
             "optimizer_state": self.policy,
             "overlap": context.overlap,
             "compression": context.wire,
+            "error_decay": context.error_decay,
             "fragments": len(context.fragments),
             "nonfinite": context.nonfinite,
             "weight": self.handshake.weight.given,

@@ -56,7 +56,8 @@ class Synchronous(Exchanger[V]):
                 f"`compression` is for sums over ranks, and {type(exchanged.algorithm).__name__} takes another "
                 f"reduction. Received: compression={context.wire!r}"
             )
-        groups = exchanged.groups(tensors, placements, membership, self.overlapped, context.wire, context.bounds)
+        wire, decay, bounds = context.wire, context.error_decay, context.bounds
+        groups = exchanged.groups(tensors, placements, membership, self.overlapped, wire, decay, bounds)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.piggyback = PiggybackedMessages(self.tensor_groups, exchanged.replica, membership)
         if exchanged.replica.present:
@@ -84,6 +85,7 @@ class Synchronous(Exchanger[V]):
         return {
             "asynchronous": False,
             "compression": described(context.wire),
+            "error_decay": context.error_decay,
             "fragments": len(context.fragments),
             "nonfinite": context.nonfinite,
             "weight": weight_in_words(context.handshake.weight),

@@ -232,14 +232,15 @@ class ExchangeSpec(Generic[V]):
         membership: Membership,
         overlapped: bool = False,
         wire: Wire = Plain(),  # noqa: B008
+        error_decay: float = 1.0,
         bounds: NormBounds | None = None,
         keeps_taken: bool = False,
     ) -> list[TensorGroup[V]]:
         """Return the groups with their centers, each with its placement.
 
-        The first group, the parameters, has the outer optimizer, the wire and the bounds on norms, and its exchanges
-        may overlap with local steps; its workers may keep what they took. Statistics are not encoded, and their
-        exchanges do not overlap.
+        The first group, the parameters, has the outer optimizer, the wire with its error decay and the bounds on norms,
+        and its exchanges may overlap with local steps; its workers may keep what they took. Statistics are not encoded,
+        and their exchanges do not overlap.
         """
         rates = self.rates if self.algorithm.uses_learning_rate else None
         parameters, *statistics = zip(tensors, placements, strict=True)
@@ -253,6 +254,7 @@ class ExchangeSpec(Generic[V]):
                 rates,
                 overlapped,
                 wire,
+                error_decay,
                 bounds,
                 keeps_taken,
             ),

@@ -26,6 +26,7 @@ if keras.backend.backend() != "tensorflow":
 
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Averaging, DiLoCo, SlowMo
 from hvd_periodic.comm.horovod import require_elastic
+from hvd_periodic.presets import sparse_loco
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, DyLU, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.tensorflow import callbacks
 from hvd_periodic.tensorflow.checkpoints import load, save
@@ -64,6 +65,7 @@ __all__ = [
     "node_ranks",
     "rank_groups",
     "save",
+    "sparse_loco",
 ]
 
 

@@ -19,6 +19,8 @@ _TYPES = {
     "i4": tf.int32,
     "u1": tf.uint8,
 }
+_WORDS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+"""Integers by their number of bytes."""
 
 
 class GraphCoding(Coding[Any]):
@@ -68,13 +70,35 @@ class GraphCoding(Coding[Any]):
         """Return ``x`` in another shape."""
         return tf.reshape(x, shape)
 
+    def constant(self, values: Any, other: Any) -> Any:
+        """Return numbers as float32."""
+        return tf.constant(values, tf.float32)
+
     def max_abs(self, x: Any) -> Any:
         """Return the largest magnitude of every row."""
         return tf.reduce_max(tf.abs(x), axis=-1, keepdims=True)
 
+    def at_least(self, x: Any, limit: float) -> Any:
+        """Return ``x`` with smaller elements replaced by the limit."""
+        return tf.maximum(x, tf.constant(limit, x.dtype))
+
+    def exceeds(self, x: Any, limit: Any) -> Any:
+        """Return 1 where an element is larger than the limit, and 0 elsewhere."""
+        return tf.cast(x > limit, tf.float32)
+
+    def ratio(self, x: Any, y: Any) -> Any:
+        """Return ``x / y``; 0 where ``y`` is 0. Graphs compute a plain division by a constant as a product."""
+        return tf.math.divide_no_nan(x, y)
+
     def quotient(self, x: Any, y: Any) -> Any:
         """Return the integers nearest to ``x / y``; 0 where ``y`` is 0."""
-        return tf.round(tf.math.divide_no_nan(x, y))
+        return tf.round(self.ratio(x, y))
+
+    def exponents(self, x: Any) -> Any:
+        """Return the exponents of the nearest powers of 2."""
+        bits, shift = tf.bitcast(x, tf.int32), tf.bitwise.right_shift
+        odd = tf.bitwise.bitwise_and(shift(bits, 23), 1)
+        return shift(bits + 0x3FFFFF + odd, 23) - 127
 
     def to_bytes(self, x: Any) -> Any:
         """Return the bytes of every row."""
@@ -87,17 +111,40 @@ class GraphCoding(Coding[Any]):
         grouped = x if size == 1 else tf.reshape(x, [*rows, length // size, size])
         return tf.bitcast(grouped, _TYPES[kind])
 
+    def packed(self, x: Any, bits: int) -> Any:
+        """Return rows of numbers of 1, 2, 4 or 8 bits in as many bits each."""
+        if bits == 8:
+            return x
+        kind, (*rows, length) = _WORDS[8 // bits], self.sizes(x)
+        words = tf.bitcast(tf.reshape(x, [*rows, length * bits // 8, 8 // bits]), kind)
+        found = words
+        for i in range(1, 8 // bits):
+            shift = tf.constant((8 - bits) * i, kind)
+            found = tf.bitwise.bitwise_or(found, tf.bitwise.right_shift(words, shift))
+        return tf.cast(tf.bitwise.bitwise_and(found, tf.constant(255, kind)), tf.uint8)
+
+    def bits(self, x: Any, count: int) -> Any:
+        """Return the lowest bits of integers, the lowest first."""
+        shifted = tf.bitwise.right_shift(x[..., None], tf.range(count, dtype=tf.int32))
+        return tf.cast(tf.bitwise.bitwise_and(shifted, 1), tf.uint8)
+
+    def looked_up(self, table: np.ndarray[Any, Any], x: Any) -> Any:
+        """Return the numbers of one entry of the table for every byte."""
+        entries = table.view(np.float32).reshape(table.size, -1)
+        *rows, length = self.sizes(x)
+        return tf.reshape(tf.gather(tf.constant(entries), tf.cast(x, tf.int32)), [*rows, length * entries.shape[1]])
+
     def joined(self, parts: Sequence[Any]) -> Any:
         """Return rows concatenated side by side."""
         return tf.concat(list(parts), axis=-1)
 
     def largest(self, x: Any, count: int) -> Any:
-        """Return the indices of the largest magnitudes, in ascending order; ties go to the lower index."""
+        """Return the indices of the largest magnitudes of rows, in ascending order; ties go to the lower index."""
         return tf.sort(tf.math.top_k(tf.abs(x), count).indices)
 
     def take(self, x: Any, places: Any) -> Any:
-        """Return the elements at these indices."""
-        return tf.gather(x, places)
+        """Return the elements of every row at its indices."""
+        return tf.gather(x, places, batch_dims=1)
 
     def nonzero_rows(self, x: Any) -> np.ndarray[Any, Any]:
         """Return for every row, in host memory, whether any element is not 0; outside graphs."""
@@ -111,9 +158,11 @@ class GraphCoding(Coding[Any]):
         """Return ``x`` with other rows at these indices."""
         return tf.tensor_scatter_nd_update(x, places[:, None], rows)
 
-    def scattered(self, values: Any, places: Any, size: int) -> Any:
-        """Return a vector of zeros with the values at the given indices."""
-        return tf.scatter_nd(places[:, None], values, [size])
+    def scattered(self, values: Any, places: Any, length: int) -> Any:
+        """Return rows of zeros with the values at the given indices."""
+        rows, count = self.sizes(values)
+        row_of_each = tf.constant(np.repeat(np.arange(rows, dtype=np.int32)[:, None], count, axis=1))
+        return tf.scatter_nd(tf.stack([row_of_each, places], axis=-1), values, [rows, length])
 
 
 class ArrayCoding(Coding[np.ndarray]):

@@ -15,6 +15,7 @@ from types import ModuleType
 
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Averaging, DiLoCo, SlowMo
 from hvd_periodic.comm.horovod import require_elastic
+from hvd_periodic.presets import sparse_loco
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, DyLU, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.torch.center import center_state_dict
 from hvd_periodic.torch.checkpoints import load, save
@@ -59,6 +60,7 @@ __all__ = [
     "node_ranks",
     "rank_groups",
     "save",
+    "sparse_loco",
     "unwrap",
 ]
 

@@ -20,6 +20,8 @@ _TYPES = {
     "i4": torch.int32,
     "u1": torch.uint8,
 }
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their number of bytes."""
 
 
 class TensorCoding(Coding[torch.Tensor]):
@@ -31,6 +33,8 @@ class TensorCoding(Coding[torch.Tensor]):
 
     def cast(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         """Return the tensor in another type, or the tensor itself if it already has that type."""
+        if kind == "u1" and x.is_floating_point():
+            x = x.int()  # PyTorch converts in two steps several times as fast.
         return x.to(_TYPES[kind])
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,13 +79,34 @@ class TensorCoding(Coding[torch.Tensor]):
         """Return rows with zeros appended up to a length."""
         return x if x.shape[1] == length else torch.nn.functional.pad(x, (0, length - x.shape[1]))
 
+    def constant(self, values: Any, other: torch.Tensor) -> torch.Tensor:
+        """Return numbers as float32, on the device of ``other``."""
+        return torch.as_tensor(values, dtype=torch.float32, device=other.device)
+
     def max_abs(self, x: torch.Tensor) -> torch.Tensor:
         """Return the largest magnitude of every row."""
         return x.abs().amax(-1, keepdim=True)
 
+    def at_least(self, x: torch.Tensor, limit: float) -> torch.Tensor:
+        """Return ``x`` with smaller elements replaced by the limit."""
+        return x.clamp_min(limit)
+
+    def exceeds(self, x: torch.Tensor, limit: float | torch.Tensor) -> torch.Tensor:
+        """Return 1 where an element is larger than the limit; several times as fast as a boolean that is converted."""
+        return torch.gt(x, limit, out=torch.empty_like(x))
+
+    def ratio(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return ``x / y``; 0 where ``y`` is 0."""
+        return x / torch.where(y == 0, torch.full_like(y, torch.inf), y)
+
     def quotient(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the integers nearest to ``x / y``; 0 where ``y`` is 0."""
-        return (x / torch.where(y == 0, torch.full_like(y, torch.inf), y)).round_()
+        return self.ratio(x, y).round_()
+
+    def exponents(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the exponents of the nearest powers of 2."""
+        bits = x.contiguous().view(torch.int32)
+        return ((bits + 0x3FFFFF + ((bits >> 23) & 1)) >> 23) - 127
 
     def to_bytes(self, x: torch.Tensor) -> torch.Tensor:
         """Return the bytes of every row."""
@@ -91,20 +116,40 @@ class TensorCoding(Coding[torch.Tensor]):
         """Return the rows that :meth:`to_bytes` was given; a copy, whose memory is aligned for the type."""
         return x.clone(memory_format=torch.contiguous_format).view(_TYPES[kind])
 
+    def packed(self, x: torch.Tensor, bits: int) -> torch.Tensor:
+        """Return rows of numbers of 1, 2, 4 or 8 bits in as many bits each."""
+        words = x.contiguous().view(_WORDS[8 // bits])
+        found = words
+        for i in range(1, 8 // bits):
+            found = found | (words >> (8 - bits) * i)
+        return found.to(torch.uint8)
+
+    def bits(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the lowest bits of integers, the lowest first."""
+        return ((x.unsqueeze(-1) >> torch.arange(count, dtype=torch.int32, device=x.device)) & 1).to(torch.uint8)
+
+    def looked_up(self, table: np.ndarray[Any, Any], x: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of one entry of the table for every byte."""
+        entries = torch.from_numpy(table).to(x.device)
+        return entries.index_select(0, x.reshape(-1).int()).view(torch.float32).reshape(*x.shape[:-1], -1)
+
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the rows of several tensors, joined side by side."""
         return torch.cat(list(parts), -1)
 
     def largest(self, x: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the indices of the largest magnitudes; of equal ones, the first."""
+        """Return the indices of the largest magnitudes of every row; of equal ones, the first."""
         magnitudes = x.abs()
-        least = magnitudes.topk(count).values[-1]
-        larger, equal = (mask.nonzero().flatten() for mask in (magnitudes > least, magnitudes == least))
-        return torch.cat([larger, equal[: count - larger.numel()]]).sort().values.int()
+        least = magnitudes.topk(count).values[:, -1:]
+        chosen = magnitudes >= least
+        if int(chosen.count_nonzero()) > x.shape[0] * count:
+            larger = magnitudes > least
+            chosen &= larger | ((chosen & ~larger).cumsum(1) <= count - larger.sum(1, keepdim=True))
+        return chosen.nonzero()[:, 1].reshape(-1, count).int()
 
     def take(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return the elements at these indices."""
-        return x[places.long()]
+        """Return the elements of every row at its indices."""
+        return x.gather(1, places.long())
 
     def nonzero_rows(self, x: torch.Tensor) -> np.ndarray[Any, Any]:
         """Return for every row whether any element is not 0; waits for the device."""
@@ -119,6 +164,6 @@ class TensorCoding(Coding[torch.Tensor]):
         """Copy rows to these indices."""
         return x.index_copy_(0, torch.from_numpy(places).to(x.device), rows)
 
-    def scattered(self, values: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
-        """Return zeros with these values at these indices."""
-        return values.new_zeros(size).index_copy_(0, places.long(), values)
+    def scattered(self, values: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
+        """Return rows of zeros with these values at these indices."""
+        return values.new_zeros(values.shape[0], length).scatter_(1, places.long(), values)

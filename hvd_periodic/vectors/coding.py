@@ -78,7 +78,11 @@ class Coding(Generic[V]):
 
     def padded(self, x: Any, length: int) -> V:
         """Return rows padded with zeros to ``length`` elements."""
-        return cast(V, np.pad(x, ((0, 0), (0, length - x.shape[1]))))
+        return cast(V, x if x.shape[1] == length else np.pad(x, ((0, 0), (0, length - x.shape[1]))))
+
+    def constant(self, values: Any, other: Any) -> V:
+        """Return numbers as float32, where ``other`` is."""
+        return cast(V, np.asarray(values, np.float32))
 
     def reshape(self, x: Any, *shape: int) -> V:
         """Return ``x`` in another shape."""
@@ -88,9 +92,27 @@ class Coding(Generic[V]):
         """Return the largest magnitude of every row, as an axis of length 1."""
         return cast(V, np.abs(x).max(axis=-1, keepdims=True))
 
+    def at_least(self, x: Any, limit: float) -> V:
+        """Return ``x`` with smaller elements replaced by the limit."""
+        return cast(V, np.maximum(x, limit))
+
+    def exceeds(self, x: Any, limit: Any) -> V:
+        """Return 1 where an element of float32 is larger than the limit, a number or an array, and 0 elsewhere."""
+        return cast(V, (x > limit).astype(np.float32))
+
+    def ratio(self, x: Any, y: Any) -> V:
+        """Return ``x / y``; 0 where ``y`` is 0."""
+        return cast(V, x / np.where(y == 0, np.full_like(y, np.inf), y))
+
     def quotient(self, x: Any, y: Any) -> V:
         """Return the integers nearest to ``x / y``; 0 where ``y`` is 0."""
-        return cast(V, np.rint(x / np.where(y == 0, np.full_like(y, np.inf), y)))
+        ratio: Any = self.ratio(x, y)
+        return cast(V, np.rint(ratio))
+
+    def exponents(self, x: Any) -> V:
+        """Return, as ``"i4"``, the k for which 2^k is nearest to a positive float32; of two, the even k."""
+        bits = np.ascontiguousarray(x).view(np.int32)
+        return cast(V, ((bits + 0x3FFFFF + ((bits >> 23) & 1)) >> 23) - 127)  # Bit 23 is that of an odd k + 127.
 
     def to_bytes(self, x: Any) -> V:
         """Return the memory of every row as ``"u1"``."""
@@ -100,23 +122,45 @@ class Coding(Generic[V]):
         """Return the numbers that :meth:`to_bytes` was given."""
         return cast(V, np.ascontiguousarray(x).view(np.uint16 if kind == "bf2" else _TYPES[kind]))
 
+    def packed(self, x: Any, bits: int) -> V:
+        """Return rows of ``"u1"``, numbers of 1, 2, 4 or 8 bits, in as many bits each; the first in the lowest bits.
+
+        Rows are whole bytes. The numbers of a byte are read as one integer, and shifted on top of each other.
+        """
+        words = np.ascontiguousarray(x).view(f"u{8 // bits}")
+        found = words
+        for i in range(1, 8 // bits):
+            found = found | (words >> (8 - bits) * i)
+        return cast(V, found.astype(np.uint8))
+
+    def bits(self, x: Any, count: int) -> V:
+        """Return the lowest bits of integers as ``"u1"``, the lowest first, on another axis."""
+        return cast(V, ((x[..., None] >> np.arange(count, dtype=np.int32)) & 1).astype(np.uint8))
+
+    def looked_up(self, table: np.ndarray[Any, Any], x: Any) -> V:
+        """Return, for every byte of ``x``, the two or four float32 that are one entry of a table of 256."""
+        return cast(V, np.take(table, x).view(np.float32))
+
     def joined(self, parts: Sequence[Any]) -> V:
         """Return rows side by side."""
         return cast(V, np.concatenate(parts, axis=-1))
 
     def largest(self, x: Any, count: int) -> V:
-        """Return the indices of the ``count`` elements of a vector that are largest in magnitude, in ascending order.
+        """Return the indices, in every row, of the ``count`` elements that are largest in magnitude.
 
-        Among equal elements, the first are chosen.
+        They are in ascending order; among equal elements, the first are chosen.
         """
         magnitudes = np.abs(x)
-        least = np.partition(magnitudes, x.size - count)[x.size - count]
-        larger, equal = np.flatnonzero(magnitudes > least), np.flatnonzero(magnitudes == least)
-        return cast(V, np.sort(np.concatenate([larger, equal[: count - larger.size]])).astype(np.int32))
+        least = np.partition(magnitudes, x.shape[1] - count)[:, x.shape[1] - count, None]
+        chosen = magnitudes >= least
+        if np.count_nonzero(chosen) > x.shape[0] * count:
+            larger = magnitudes > least
+            chosen &= larger | (np.cumsum(chosen & ~larger, axis=1) <= count - larger.sum(axis=1, keepdims=True))
+        return cast(V, np.nonzero(chosen)[1].reshape(-1, count).astype(np.int32))
 
     def take(self, x: Any, places: Any) -> V:
-        """Return the elements of a vector at these indices."""
-        return cast(V, x[places])
+        """Return the elements of every row at its indices."""
+        return cast(V, np.take_along_axis(x, places, axis=1))
 
     def nonzero_rows(self, x: Any) -> np.ndarray[Any, Any]:
         """Return for every row, in host memory, whether any element is not 0; NaN is not."""
@@ -131,8 +175,8 @@ class Coding(Generic[V]):
         x[places] = rows
         return cast(V, x)
 
-    def scattered(self, values: Any, places: Any, size: int) -> V:
-        """Return a vector of zeros with these values at these indices, which are distinct."""
-        result = np.zeros(size, values.dtype)
-        result[places] = values
+    def scattered(self, values: Any, places: Any, length: int) -> V:
+        """Return rows of zeros with these values at these indices, which are distinct in each row."""
+        result = np.zeros((values.shape[0], length), values.dtype)
+        np.put_along_axis(result, places, values, axis=1)
         return cast(V, result)

@@ -52,19 +52,16 @@ class TopK(Encoded):
 
     def encode(self, coding: Coding[V], rows: V) -> V:
         """Return the indices, then the elements there as :class:`Int8` encodes them."""
-        array: Any = rows
-        indices = coding.largest(array[0], self._count(coding.sizes(array)[1]))
-        values: Any = Int8().encode(coding, coding.reshape(coding.take(array[0], indices), 1, -1))
-        return coding.reshape(coding.joined([coding.to_bytes(indices), values[0]]), 1, -1)
+        indices = coding.largest(rows, self._count(coding.sizes(rows)[1]))
+        return coding.joined([coding.to_bytes(indices), Int8().encode(coding, coding.take(rows, indices))])
 
     def decode(self, coding: Coding[V], payload: V, length: int) -> V:
         """Return the elements at their indices, zeros elsewhere."""
         array: Any = payload
         count = self._count(length)
         start = count * _INDEX_BYTES
-        indices = coding.from_bytes(array[0][:start], "i4")
-        values: Any = Int8().decode(coding, array[:, start:], count)
-        return coding.reshape(coding.scattered(values[0], indices, length), 1, length)
+        indices = coding.from_bytes(array[:, :start], "i4")
+        return coding.scattered(Int8().decode(coding, array[:, start:], count), indices, length)
 
     def _count(self, length: int) -> int:
         return min(ceil(self.fraction * length), length)

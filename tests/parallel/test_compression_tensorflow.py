@@ -33,6 +33,10 @@ WIRES: dict[str, Any] = {
     "bf16": hvdp.Compression.bf16,
     "int8": hvdp.Compression.int8,
     "topk": hvdp.Compression.topk(0.5),
+    "int4": hvdp.Compression.int4,
+    "e3m0": hvdp.Compression.e3m0,
+    "int2": hvdp.Compression.int2,
+    "chunks": hvdp.Compression.topk(chunk=2, keep=1),
 }
 
 ALGORITHMS: dict[str, Callable[[], Any]] = {
@@ -65,6 +69,8 @@ CASES = [
     *(("average", "fp16", "function"), ("easgd", "bf16", "function"), ("easgd", "topk", "eager")),
     *(("agn", "int8", "function"), ("agn", "topk", "function")),
     *(("diloco", "int8", "eager"), ("slowmo", "bf16", "function"), ("bmuf", "topk", "function")),
+    *(("easgd", "int4", "function"), ("diloco", "e3m0", "function"), ("agn", "int2", "function")),
+    ("average", "chunks", "function"),
 ]
 """Algorithms, wires and loops: each wire in each loop. All algorithms by all wires are in the tests of the core."""
 
@@ -156,10 +162,17 @@ def compressed_in_fit() -> Any:
     Returns the sums of the center's weights at the end: of the original, and of what was loaded.
     """
     results = {}
-    for name, wire in (("average", "int8"), ("easgd", "topk"), ("agn", "bf16")):
+    for name, wire in (
+        ("average", "int8"),
+        ("easgd", "topk"),
+        ("agn", "bf16"),
+        ("diloco", "chunks"),
+        ("average", "int4"),
+    ):
         model = network()
         inner = keras.optimizers.SGD(0.01, momentum=MOMENTUM)
-        optimizer = hvdp.PeriodicOptimizer(inner, model, ALGORITHMS[name](), PERIOD, compression=WIRES[wire])
+        decay = {"error_decay": 0.9} if wire in ("chunks", "int4") else {}
+        optimizer = hvdp.PeriodicOptimizer(inner, model, ALGORITHMS[name](), PERIOD, compression=WIRES[wire], **decay)
         model.compile(optimizer, loss="mse", jit_compile=False)
         model.fit(*batches(1, 2 * PERIOD + 1), batch_size=4, shuffle=False, verbose=0)
         with tempfile.TemporaryDirectory() as folder:

@@ -161,7 +161,7 @@ def test_files_that_are_no_models(
         ("--period 1,x", "`--period` must be an int, or several with commas between. Received: 'x'"),
         ("--period 0", "`--period` must be an int >= 1"),
         ("--algorithm avg", "Unknown algorithm 'avg'"),
-        ("--compression gzip", "Unknown compression 'gzip'. Known: bf16, fp16, int8, none, topk"),
+        ("--compression gzip", "Unknown compression 'gzip'. Known: bf16, e3m0, fp16, int2, int4, int8, none, topk"),
         ("--share 1.5", "`--share` must be between 0 and 1"),
         ("--steps 0", "`--steps` must be an int >= 1"),
         ("--learning-rate 0", "`--learning-rate` must be positive"),

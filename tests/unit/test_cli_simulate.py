@@ -189,7 +189,7 @@ def test_a_function_of_ones_own(
         ("--steps -1", "`--steps` must be an int >= 1"),
         ("--overlap long", "`--overlap` must be local steps, or period. Received: 'long'"),
         ("--fragments 11", "`fragments` must be at most the local steps of a period"),
-        ("--compression zip", "Unknown compression 'zip'. Known: bf16, fp16, int8, none, topk"),
+        ("--compression zip", "Unknown compression 'zip'. Known: bf16, e3m0, fp16, int2, int4, int8, none, topk"),
         ("--compression none,int8", "`--compression` takes one value for all trainings"),
         ("--compression int8(3)", "it takes no arguments"),
         ("--condition 0.5", "`--condition` must be at least 1"),

@@ -9,10 +9,11 @@ import pytest
 
 from hvd_periodic.comm import LocalCommunicator
 from hvd_periodic.vectors.coding import BLOCK, Coding
-from hvd_periodic.wires import Compression, Int8, as_wire
+from hvd_periodic.wires import ChunkedTopK, Compression, Int8, as_wire
 from hvd_periodic.wires.encoded import Encoded
 from tests.helpers import Array
 from tests.unit.test_compression import LOSSY
+from tests.unit.test_wires import WIRES, kinds
 
 
 def codings() -> list[Any]:
@@ -72,6 +73,21 @@ def test_one_element_that_is_not_finite_is_seen(dtype: str, coding: Any, made: A
                 assert coding.are_finite([good, made(np.zeros(0, dtype))])
                 assert not coding.are_finite([good, made(values)]), (size, place, value)
     assert coding.are_finite([])
+
+
+@pytest.mark.parametrize("length", [1, 255, 9000])
+def test_few_bits_of_pytorch_are_those_of_numpy(length: int) -> None:
+    torch = pytest.importorskip("torch")
+    from hvd_periodic.torch.coding import TensorCoding
+
+    for name, row in kinds(length, length).items():
+        wires: list[Any] = [*WIRES.values(), ChunkedTopK(8, 3), ChunkedTopK(100, 77), ChunkedTopK(4096, 64)]
+        for wire in wires:
+            here: Any = wire.encode(Coding(), row[None])
+            there = wire.encode(TensorCoding(), torch.from_numpy(row[None]))
+            assert here.tobytes() == there.numpy().tobytes(), (name, wire)
+            back = wire.decode(TensorCoding(), there, length).numpy()
+            assert np.array_equal(back, wire.decode(Coding(), here, length)), (name, wire)
 
 
 @pytest.mark.parametrize("length", [1, 7, 1023, 1024, 1025, 3000])

@@ -17,7 +17,7 @@ from hvd_periodic.options import Options, of_exchange, takes
 from tests.one_rank import one_rank
 
 X = {"x": np.zeros(1)}
-SHARED = ["center", "optimizer_state", "overlap", "compression", "fragments"]
+SHARED = ["center", "optimizer_state", "overlap", "compression", "error_decay", "fragments"]
 SHARED += [
     "nonfinite",
     "weight",
@@ -39,6 +39,7 @@ DEFAULTS = {
     "optimizer_state": "local",
     "overlap": 0,
     "compression": Compression.none,
+    "error_decay": 1.0,
     "fragments": 1,
     "nonfinite": "raise",
     "weight": None,

@@ -59,6 +59,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "`grace_seconds` without `quorum`": {"grace_seconds": 1.0, "algorithm": DiLoCo()},
     "`overlap`": {"overlap": 1},
     "`compression`": {"compression": Compression.int8},
+    "`error_decay`": {"error_decay": 0.9, "compression": Compression.int8, "algorithm": AGN()},
     "`fragments`": {"fragments": 2},
     "`weight`": {"weight": 2.0, "algorithm": AGN(op="average")},
     '`weight="steps"`, `weight="examples"`': {"weight": "examples", "algorithm": AGN(op="average")},

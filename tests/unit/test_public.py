@@ -64,7 +64,7 @@ def test_every_public_name_is_documented(package: str) -> None:
 def of_package(entry: str, package: str) -> bool:
     """Say whether an entry is a name of a front end, or of what they share."""
     shared = ("algorithms", "schedules", "sync", "comm", "wires", "journal")
-    homes = [f"hvd_periodic.{room}." for room in shared]
+    homes = [*(f"hvd_periodic.{room}." for room in shared), "hvd_periodic.presets."]
     own = "contrib_opt" in entry if package.endswith("contrib_opt") else "contrib_opt" not in entry
     return own and (entry.startswith(tuple(homes)) or (package != "hvd_periodic" and entry.startswith(f"{package}.")))
 

@@ -18,7 +18,10 @@ class SessionOptions(TypedDict, total=False):
         center: where the centers live: ``"replicated"``, on every rank, or ``"root"``, on rank 0 only, with the state
             that moves them. The center variables of other ranks then keep the values with which the session started:
             evaluate and save on rank 0.
-        compression: encoding of messages: ``hvdp.Compression.none``, ``fp16``, ``bf16``, ``int8`` or ``topk(0.01)``.
+        compression: encoding of messages: ``hvdp.Compression.none``, ``fp16``, ``bf16``, ``int8``, ``int4``, ``e3m0``,
+            ``int2``, ``topk(0.01)`` or ``topk(chunk=4096, keep=64)``.
+        error_decay: part of what a message did not send that is added to the next one, with a lossy ``compression``:
+            from 0 to 1; 1 in elastic averaging.
         overlap: number of local steps during which an exchange may be in flight while training continues, or
             ``"period"``: until the next exchange. A checkpoint does not hold an exchange in flight: all ranks run
             ``get_land_op()`` before they save. Needs ``center="replicated"``.
@@ -36,6 +39,7 @@ class SessionOptions(TypedDict, total=False):
     process_set: Annotated[Any, None]
     center: Annotated[str, "replicated"]
     compression: Annotated[Any, Compression.none]
+    error_decay: Annotated[float, 1.0]
     overlap: Annotated[int | str, 0]
     fragments: Annotated[int, 1]
     weight: Annotated[WeightLike, None]

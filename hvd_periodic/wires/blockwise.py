@@ -1,0 +1,135 @@
+"""The base of wires in which every block of elements has a scale of its own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from hvd_periodic.vectors.coding import Coding
+from hvd_periodic.wires.encoded import Encoded
+
+V = TypeVar("V")
+
+SCALE_BYTES = 4
+
+SMALLEST_SCALE = 2.0**-118
+"""Scales up to this are 0. TensorFlow treats numbers below 2^-126, the smallest normal float32, as 0, while numpy and
+PyTorch compute with them; beside a larger scale than this, they are sent as 0 either way."""
+
+_SMALLEST = 2.0**-126
+
+
+class Blockwise(Encoded):
+    """Rows of bytes: a scale in float32 per block of elements, then a code of a few bits per element.
+
+        x ≈ s · (what the code stands for)
+
+    The first code is in the lowest bits of a byte. The last block of a row may be shorter, and unused bits are 0.
+
+    Attributes:
+        block: elements that share a scale.
+        bits: bits of a code: 1, 2, 4 or 8.
+    """
+
+    block: ClassVar[int] = 256
+    bits: ClassVar[int]
+
+    @abstractmethod
+    def quantize(self, coding: Coding[V], blocks: V, length: int) -> tuple[V, V]:
+        """Return the scales of blocks, with 1 as the last axis, and the codes of their elements as bytes.
+
+        Args:
+            coding: the verbs.
+            blocks: rows, blocks, and elements of a block; after the last element of a row, there are zeros.
+            length: number of elements in a row.
+        """
+
+    @abstractmethod
+    def multiples(self, coding: Coding[V], payload: V) -> V:
+        """Return the elements of these rows of codes, in float32 and in multiples of their scales."""
+
+    def encode(self, coding: Coding[V], rows: V) -> V:
+        """Return the scales of every row, then its codes."""
+        array: Any = rows
+        parts = [self._encoded(coding, array[:, start:stop]) for start, stop in self._ranges(coding, rows)]
+        scales, codes = zip(*parts, strict=True)
+        return coding.joined([*scales, *codes])
+
+    def decode(self, coding: Coding[V], payload: V, length: int) -> V:
+        """Multiply the scales by what their codes stand for."""
+        array: Any = payload
+        first_code = SCALE_BYTES * -(-length // self.block)
+        parts: list[V] = []
+        for start, stop in self._ranges(coding, payload, length):
+            scales = array[:, SCALE_BYTES * start // self.block : SCALE_BYTES * -(-stop // self.block)]
+            codes = array[:, first_code + start * self.bits // 8 : first_code + -(-stop * self.bits // 8)]
+            parts.append(self._decoded(coding, scales, codes, stop - start))
+        return parts[0] if len(parts) == 1 else coding.joined(parts)
+
+    def _encoded(self, coding: Coding[V], rows: V) -> tuple[V, V]:
+        """Return the bytes of the scales and of the codes."""
+        count, length = coding.sizes(rows)
+        blocks = -(-length // self.block)
+        cut = coding.reshape(coding.padded(rows, blocks * self.block), count, blocks, self.block)
+        scales, found = self.quantize(coding, cut, length)
+        codes: Any = coding.reshape(found, count, blocks * self.block)
+        whole = coding.padded(codes[:, :length], length + -length % (8 // self.bits))
+        return coding.to_bytes(coding.reshape(scales, count, blocks)), coding.packed(whole, self.bits)
+
+    def _decoded(self, coding: Coding[V], scale_bytes: V, code_bytes: V, length: int) -> V:
+        """Return the elements that these bytes encode."""
+        count, _ = coding.sizes(scale_bytes)
+        blocks = -(-length // self.block)
+        scales: Any = coding.reshape(coding.from_bytes(scale_bytes, "f4"), count, blocks, 1)
+        multiples = self.multiples(coding, coding.padded(code_bytes, blocks * self.block * self.bits // 8))
+        values: Any = coding.reshape(multiples, count, blocks, self.block)
+        whole: Any = coding.reshape(values * scales, count, blocks * self.block)
+        return whole[:, :length]  # type: ignore[no-any-return]
+
+    def _ranges(self, coding: Coding[V], rows: V, length: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of elements, in whole blocks, that are best computed one after another."""
+        count, width = coding.sizes(rows)
+        length, together = width if length is None else length, coding.at_once(rows)
+        step = length if together is None else max(together // (count * self.block), 1) * self.block
+        for start in range(0, length, step):
+            yield start, min(start + step, length)
+
+
+def scales_of(coding: Coding[V], blocks: V, levels: int) -> V:
+    """Return the largest magnitude of every block, divided by a number of levels."""
+    scales: Any = coding.ratio(coding.max_abs(blocks), coding.constant(levels, blocks))
+    return scales * coding.exceeds(scales, SMALLEST_SCALE)  # type: ignore[no-any-return]
+
+
+def magnitudes(coding: Coding[V], x: V, size: int) -> V:
+    """Return magnitudes divided by a power of 2, so that a sum of so many is finite; 0 where there is less to sum.
+
+    Example:
+        >>> magnitudes(Coding(), np.array([3e38, -4.0, 1e-36], "f4"), 256)
+        array([1.171875e+36, 1.562500e-02, 0.000000e+00], dtype=float32)
+    """
+    scaled: Any = abs(x) * (1.0 / size)  # type: ignore[arg-type]
+    return scaled * coding.exceeds(scaled, _SMALLEST)  # type: ignore[no-any-return]
+
+
+def sums(coding: Coding[V], x: V) -> V:
+    """Return the sums over the last axis, whose length is a power of 2, in the same order in all front ends.
+
+    The second half is added to the first until one element is left.
+    """
+    total: Any = x
+    length = coding.sizes(x)[-1]
+    while length > 1:
+        length //= 2
+        total = total[..., :length] + total[..., length:]
+    return total  # type: ignore[no-any-return]
+
+
+def lookup_table(levels: list[float], bits: int) -> np.ndarray[Any, Any]:
+    """Return, for every byte, the levels of its codes, as one entry of 8 or 16 bytes."""
+    codes = np.arange(256)[:, None] >> np.arange(0, 8, bits) & (2**bits - 1)
+    entries: np.ndarray[Any, Any] = np.array(levels, np.float32)[codes].view("i8" if bits == 4 else "c16")
+    return entries.reshape(-1)
