@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from hvd_periodic.algorithms.base import Algorithm
+from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.touched_rows import TouchedRows
+from hvd_periodic.centers.untouched_rows import UntouchedRows
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, Layout
@@ -43,6 +44,7 @@ class ErrorFeedback(Generic[V]):
         second_hop_residual: the residual of the sums that this rank forms for the others, of the same size on all
             ranks; None if it forms none.
         second_hop_key: key of this residual in saved states; no other rank has the same.
+        untouched: what is known of rows that no gradient has reached; None except for tables in elastic averaging.
         received_totals: totals that are known before their messages are sent, by the index of the bucket.
     """
 
@@ -58,7 +60,13 @@ class ErrorFeedback(Generic[V]):
         overlapped: bool,
     ) -> None:
         self.wire, self._placement, self._replica, self._reduction = wire, placement, replica, algorithm.reduction
-        self._touched = TouchedRows[V](layout, replica.tables) if replica.tables else None
+        self._touched: TouchedRows[V] | None = None
+        self.untouched: UntouchedRows[V] | None = None
+        tables = [i for i, spec in enumerate(layout.specs) if spec.name in replica.tables and spec.size]
+        if tables and layout is replica.parameters.layout:
+            if not algorithm.reads_after:
+                self.untouched = UntouchedRows(name, layout, tables, replica, algorithm, communicator)
+            self._touched = TouchedRows(layout, tables, self.untouched)
         self.received_totals: dict[int, V] = {}
         self.residual: Store[V] | None = None
         if wire.lossy and algorithm.uses_error_feedback:
@@ -70,6 +78,8 @@ class ErrorFeedback(Generic[V]):
 
     def join(self, communicator: Communicator) -> None:
         """Form sums for these ranks, if the wire forms any; the residual is lost if their number has changed."""
+        if self.untouched is not None:
+            self.untouched.join(communicator)
         if not self.wire.forms_sums(communicator, self._lasting):
             return
         rows = self._layout.restrict(lambda bucket: (0, row_length(bucket.size, communicator.size)))
@@ -84,6 +94,7 @@ class ErrorFeedback(Generic[V]):
         bucket: Bucket,
         message: V,
         name: str,
+        exchange: Exchange,
         weights: Sequence[tuple[int, int, float | None]] = (),
     ) -> Sent[V]:
         """Send a message together with the residual of earlier ones; may overwrite it.
@@ -93,6 +104,7 @@ class ErrorFeedback(Generic[V]):
             bucket: the bucket.
             message: the message, with zeros where this worker is absent: there its residual waits.
             name: name of the collective.
+            exchange: the exchange.
             weights: the ranges in which this worker has one weight, 0 where it is absent; None where all are, so that
                 the residual of sums waits as well.
         """
@@ -113,7 +125,7 @@ class ErrorFeedback(Generic[V]):
             of_sums = Residual(sums, row, space, [each for each in within if each[0] < each[1]])
         link = Link(communicator, name, bucket.size, bucket.nbytes, reduce, space.coding, of_sums)
         if self._touched is not None and bucket in self._touched:
-            return self._touched.start(link, bucket, message)
+            return self._touched.start(link, bucket, message, exchange)
         if self.residual is None:
             return self.wire.start(link, message)
         of_message = Residual(
@@ -127,14 +139,26 @@ class ErrorFeedback(Generic[V]):
         return sent
 
     def reset(self) -> None:
-        """Set all residuals to zeros."""
+        """Set all residuals to zeros; replicas are equal to the center."""
         self.received_totals.clear()
+        if self.untouched is not None:
+            self.untouched.reset()
         self._clear(self.residual)
         self.reset_second_hop()
 
     def reset_second_hop(self) -> None:
         """Set the residual of sums to zeros."""
         self._clear(self.second_hop_residual)
+
+    def stores(self) -> dict[str, Store[V]]:
+        """Return what this rank keeps besides vectors of the worker and the center, by keys that no other rank has."""
+        stores = {} if self.second_hop_residual is None else {self.second_hop_key: self.second_hop_residual}
+        return stores if self.untouched is None else stores | self.untouched.stores()
+
+    def touch(self, bucket: Bucket | None = None) -> None:
+        """Note that the replica, or a bucket of it, has changed otherwise than by local steps and exchanges."""
+        if self.untouched is not None:
+            self.untouched.touch(bucket)
 
     def _clear(self, store: Store[V] | None) -> None:
         if store is not None:

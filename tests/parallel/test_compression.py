@@ -146,7 +146,7 @@ def rows_of_tables() -> Any:
     """A table of which every rank touches other rows in each period: values after each step, and bytes, both ways."""
     results = {}
     for policy in ("rows", "average"):
-        for name, options in {"diloco": {}, "agn": {}, "average": {"overlap": 1}}.items():
+        for name, options in {"diloco": {}, "agn": {}, "average": {"overlap": 1}, "easgd": {}}.items():
             table = torch.nn.Parameter(torch.ones(1000, 3, dtype=torch.float64))
             inner = torch.optim.SGD([table], lr=0.1)
             optimizer = hvdp.PeriodicOptimizer(
@@ -164,12 +164,16 @@ def rows_of_tables() -> Any:
 
 
 def test_rows_of_tables(ranks: list[dict[str, Any]]) -> None:
-    """As whole tables, to the bit with two ranks; with more, an allreduce may add in another order."""
-    for name in ("diloco", "agn", "average"):
+    """As whole tables, to the bit with two ranks; with more, an allreduce may add in another order.
+
+    In elastic averaging, within rounding.
+    """
+    for name in ("diloco", "agn", "average", "easgd"):
         for (rows, fewer), (whole, more) in zip(
             *(column(ranks, "rows_of_tables", f"{policy} {name}") for policy in ("rows", "average")), strict=True
         ):
-            assert rows == whole if len(ranks) == 2 else np.array(rows) == pytest.approx(np.array(whole), rel=1e-12)
+            exact = len(ranks) == 2 and name != "easgd"
+            assert rows == whole if exact else np.array(rows) == pytest.approx(np.array(whole), rel=1e-12)
             assert 10 * fewer < more
 
 

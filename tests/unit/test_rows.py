@@ -42,6 +42,14 @@ TABLES = {"table": "rows", "deep": "rows"}
 Model = dict[str, Array]
 
 
+class Bounded(EASGD):
+    """Elastic averaging of which it is not known by how much it moves the center."""
+
+    def contraction(self, exchange: object) -> Any:
+        """Return None."""
+        return None
+
+
 def started(dtype: str = "f8") -> Model:
     random = np.random.default_rng(5)
     shapes = {"x": (5,), "table": (ROWS, WIDTH), "y": (2, 2), "deep": (7, 2, 2), "empty": (0, 4)}
@@ -154,6 +162,18 @@ def test_a_state_fits_whether_rows_or_whole_tables_travel(before: str) -> None:
     assert run_ranks(2, work) == [True] * 2
 
 
+def test_optimizer_state_travels_whole() -> None:
+    """Momentum moves all rows; a table is the first parameter."""
+
+    def work(communicator: Communicator, parameters: dict[str, str] | None) -> Any:
+        rank, model = communicator.rank, dict(reversed(started().items()))
+        options = {"parameters": parameters, "optimizer_state": "average", "process_set": communicator}
+        optimizer = PeriodicOptimizer(SGD(0.1, 0.5), model, Averaging(), PERIOD, **options)
+        return trained(model, optimizer, rank)
+
+    assert run_ranks(2, lambda c: work(c, TABLES)) == run_ranks(2, lambda c: work(c, None))
+
+
 def test_groups_of_ranks() -> None:
     """Each group sends the rows that its ranks have touched, and none where they have touched none."""
     steps = {0: [0], 1: [1], 2: [], 3: [], 4: []}
@@ -249,7 +269,7 @@ def test_a_warning_if_most_rows_travel(caplog: pytest.LogCaptureFixture) -> None
             {"parameters": {"x": "rows"}},
             "tensors of two axes and more, whose first axis counts the rows. Received: 'x'",
         ),
-        ({"algorithm": EASGD(0.25)}, "'rows' for algorithms that make all replicas equal, so that a row differs only"),
+        ({"algorithm": Bounded(0.25)}, "'rows' for averaging, DiLoCo, SlowMo, BMUF and AGN, which make all replicas"),
         ({"center": "root"}, "can be 'rows' with center='replicated' only"),
         ({"center": "sharded"}, "can be 'rows' with center='replicated' only"),
         ({"compression": Compression.int8}, "`parameters` that are 'rows' travel without `compression`"),
