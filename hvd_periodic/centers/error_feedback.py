@@ -66,7 +66,7 @@ class ErrorFeedback(Generic[V]):
         if tables and layout is replica.parameters.layout:
             if not algorithm.reads_after:
                 self.untouched = UntouchedRows(name, layout, tables, replica, algorithm, communicator)
-            self._touched = TouchedRows(layout, tables, self.untouched)
+            self._touched = TouchedRows(wire, replica.space, layout, tables, self.untouched)
         self.received_totals: dict[int, V] = {}
         self.residual: Store[V] | None = None
         if wire.lossy and algorithm.uses_error_feedback:
@@ -82,7 +82,9 @@ class ErrorFeedback(Generic[V]):
             self.untouched.join(communicator)
         if not self.wire.forms_sums(communicator, self._lasting):
             return
-        rows = self._layout.restrict(lambda bucket: (0, row_length(bucket.size, communicator.size)))
+        rows = self._layout.restrict(
+            lambda bucket: (0, 0 if self._of_table(bucket) else row_length(bucket.size, communicator.size))
+        )
         if self.second_hop_residual is None or self.second_hop_residual.layout.specs != rows.specs:
             self._replica.drop_store(f"{self._name}.{SECOND_HOP_RESIDUAL}")
             self.second_hop_residual = self._replica.new_store(rows, f"{self._name}.{SECOND_HOP_RESIDUAL}")
@@ -117,26 +119,33 @@ class ErrorFeedback(Generic[V]):
 
         space, sums = self._replica.space, self.second_hop_residual
         of_sums = None
-        if sums is not None:
+        if sums is not None and not self._of_table(bucket):
             row = sums.layout.buckets[bucket.index]
             first = communicator.rank * row.size
             unmoved = [(start - first, stop - first) for start, stop, weight in weights if weight is None]
             within = [(max(start, 0), min(stop, row.size)) for start, stop in unmoved]
             of_sums = Residual(sums, row, space, [each for each in within if each[0] < each[1]])
         link = Link(communicator, name, bucket.size, bucket.nbytes, reduce, space.coding, of_sums)
-        if self._touched is not None and bucket in self._touched:
-            return self._touched.start(link, bucket, message, exchange)
         if self.residual is None:
-            return self.wire.start(link, message)
+            return self._start(link, bucket, message, exchange)
         of_message = Residual(
             self.residual, bucket, space, [(start, stop) for start, stop, weight in weights if not weight]
         )
         residual = of_message.read()
         message = space.axpy(1.0, residual, message)
-        sent = self.wire.start(link, message)
+        sent = self._start(link, bucket, message, exchange)
         decoded = message if sent.decoded is None else sent.decoded
         of_message.write(space.sub(message, decoded, out=residual))
         return sent
+
+    def _start(self, link: Link[V], bucket: Bucket, message: V, exchange: Exchange) -> Sent[V]:
+        """Start to sum messages; those of tables in the rows that are touched."""
+        if self._touched is None or bucket not in self._touched:
+            return self.wire.start(link, message)
+        return self._touched.start(link, bucket, message, exchange)
+
+    def _of_table(self, bucket: Bucket) -> bool:
+        return self._touched is not None and bucket in self._touched
 
     def reset(self) -> None:
         """Set all residuals to zeros; replicas are equal to the center."""

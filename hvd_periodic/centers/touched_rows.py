@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.centers.untouched_rows import UntouchedRows
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, Layout
+from hvd_periodic.vectors.space import VectorSpace
 from hvd_periodic.wires.base import Link, Sent, Wire
 
 V = TypeVar("V")
@@ -23,7 +25,8 @@ logger = logging.getLogger("hvd_periodic")
 class TouchedRows(Generic[V]):
     """Sums the messages of tables over ranks, and sends only rows that some rank has touched.
 
-    Where exchanges make all replicas equal, these are the rows in which the message of some rank is not 0:
+    Where exchanges make all replicas equal, these are the rows in which the message of some rank, as it is sent, is not
+    0:
 
         R     = { k : m_i[k] ≠ 0 on some rank i }        one bit per row, gathered from all ranks
         total = Σ_i m_i[k]  for k ∈ R,   0  elsewhere     one message of |R| rows
@@ -32,14 +35,26 @@ class TouchedRows(Generic[V]):
     row is what was handed out, and a row of AGN's accumulator if no gradient has reached it. In elastic averaging,
     gradients decide which rows are touched, and the total of all others is known, see :class:`UntouchedRows`.
 
+    A wire of 16 bits rounds small elements to 0; they stay in the residual. Unless the collective sums 16 bits, the
+    ranks sum in one hop: in two, other ranks would sum other rows each time, and keep residuals of them.
+
     Args:
+        wire: encoding of the rows.
+        space: the verbs of the front end.
         layout: layout of the messages, in which buckets of tables hold whole rows (:meth:`Layout.by_rows`).
         tables: indices of the tables.
         untouched: knows the total of rows that are not touched, and which are; None: the total is 0.
     """
 
-    def __init__(self, layout: Layout, tables: Collection[int], untouched: UntouchedRows[V] | None = None) -> None:
-        self._untouched = untouched
+    def __init__(
+        self,
+        wire: Wire,
+        space: VectorSpace[V],
+        layout: Layout,
+        tables: Collection[int],
+        untouched: UntouchedRows[V] | None = None,
+    ) -> None:
+        self._wire, self._space, self._untouched = wire, space, untouched
         self._rows = {layout.specs[i].name: layout.specs[i].shape[0] for i in tables}
         self._tables = {
             bucket.index: layout.specs[bucket.pieces[0].tensor]
@@ -62,7 +77,11 @@ class TouchedRows(Generic[V]):
         length = table.size // table.shape[0]
         rows = coding.reshape(message, -1, length)
         untouched = self._untouched
-        bits = packed_bits(coding.nonzero_rows(rows) if untouched is None else untouched.take_marks(bucket))
+        if untouched is None:
+            flags = coding.nonzero_rows(coding.reshape(self._wire.rounded(coding, message), -1, length))
+        else:
+            flags = untouched.take_marks(bucket)
+        bits = packed_bits(flags)
         gathered = link.communicator.gather_integers(bits, f"{link.name}.rows").reshape(-1, bits.size)
         touched = np.unpackbits(np.bitwise_or.reduce(gathered).view(np.uint8), count=bucket.size // length)
         if untouched is None:
@@ -70,15 +89,23 @@ class TouchedRows(Generic[V]):
         if not touched.any():
             touched[0] = 1  # Groups of ranks meet in the same collectives: another one may have touched some.
         places = np.flatnonzero(touched)
-        wait = link.reduce(coding.reshape(coding.take_rows(rows, places), -1), link.name)
+        size = places.size * length
+        link = replace(link, size=size, nbytes=size * bucket.itemsize, residual=None)
+        sent = self._wire.start(link, coding.reshape(coding.take_rows(rows, places), -1))
+
+        def whole(vector: V, others: V) -> V:
+            """Return a vector of the touched rows among others, which are overwritten."""
+            of_all, of_touched = coding.reshape(others, -1, length), coding.reshape(vector, -1, length)
+            return coding.reshape(coding.put_rows(of_all, places, of_touched), -1)
 
         def total() -> V:
-            sums = coding.reshape(wait(), -1, length)
             if untouched is not None:
-                return untouched.total(bucket, message, places, sums, exchange)
-            return coding.reshape(coding.put_rows(rows, places, sums), -1)
+                return untouched.total(bucket, message, places, coding.reshape(sent.wait(), -1, length), exchange)
+            # What was encoded is free already: a worker may accumulate gradients there.
+            return whole(sent.wait(), self._space.zeros_like(message) if self._wire.lossy else message)
 
-        return Sent(total, None, bits.nbytes + places.size * length * bucket.itemsize)
+        decoded = None if sent.decoded is None else whole(sent.decoded, self._space.zeros_like(message))
+        return Sent(total, decoded, bits.nbytes + sent.nbytes)
 
     def _note(self, name: str, sent: int, rows: int, warns: bool) -> None:
         """Count the rows of a table that travel; warn once if they are over half of it."""
@@ -156,8 +183,8 @@ def check_way(wire: Wire, place: str, algorithm: Algorithm) -> None:
             "In elastic averaging, `parameters` that are 'rows' travel without `compression`: leave out one of the "
             f"two. Received: compression={wire!r}"
         )
-    if wire.lossy:
+    if not wire.elementwise:
         raise ValueError(
-            "`parameters` that are 'rows' travel without `compression`: leave out one of the two. Received: "
-            f"compression={wire!r}"
+            "`parameters` that are 'rows' travel with `compression` to 16 bits only, Compression.fp16 or "
+            f"Compression.bf16, or without. Received: compression={wire!r}"
         )

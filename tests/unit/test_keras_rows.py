@@ -35,6 +35,7 @@ ROWS, WIDTH, STEPS, PERIOD = 20, 4, 11, 3
 POLICIES = {"table": "rows"}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "bf16": {"compression": hvdp.Compression.bf16, "overlap": 1},
     "overlap": {"overlap": 1},
     "fragments": {"fragments": 2},
     "momentum": {"momentum": 0.5},
@@ -220,7 +221,7 @@ def test_a_callback_on_any_backend() -> None:
     [
         ({"parameters": {"x": "rows"}}, r"tensors of two axes and more.*Received: 'x' of shape \(5,\)"),
         ({"center": "sharded"}, r"center='replicated' only"),
-        ({"compression": hvdp.Compression.int8}, r"travel without `compression`"),
+        ({"compression": hvdp.Compression.int8}, r"travel with `compression` to 16 bits only"),
         (
             {"algorithm": hvdp.EASGD(0.2), "momentum": 0.5},
             r"leaves rows without gradients alone.*SGD with momentum=0.5",

@@ -92,7 +92,11 @@ def both_ways(work: Callable[[Any, Any], Any], ranks: int = 2) -> Any:
     ("kind", "sparse"),
     [("sgd", True), ("sgd", False), ("momentum", True), ("momentum", False), ("sparse adam", True)],
 )
-@pytest.mark.parametrize("options", [{}, {"overlap": 1}], ids=["", "overlap"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap": 1}, {"overlap": 1, "compression": hvdp.Compression.fp16}],
+    ids=["", "overlap", "fp16"],
+)
 def test_the_dense_exchange_to_the_bit(options: dict[str, Any], kind: str, algorithm: str, sparse: bool) -> None:
     def work(communicator: Any, parameters: Any) -> Any:
         model = Words(sparse)
