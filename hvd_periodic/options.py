@@ -130,7 +130,8 @@ class Options(ExchangeOptions, total=False):
             are neither exchanged nor started from the root's; their names and shapes may differ between ranks;
             ``"present"``: the algorithm exchanges what the ranks contribute whose local steps since the last exchange
             had a gradient, and divides by their number; ``"rows"``, for embedding tables: as ``"average"``, but only
-            the rows travel that some rank has changed since the last exchange (in AGN, that had gradients).
+            the rows travel that some rank has changed since the last exchange (in AGN and elastic averaging, that had
+            gradients; in elastic averaging, the local optimizer must leave other rows alone).
             Pass a dict from name patterns to policies, in which the first match counts, such as ``{"experts.*":
             "local"}``; or a function (name, parameter) that returns a policy or None. Default, and for parameters that
             a dict or function leaves open: ``"average"``.

@@ -133,6 +133,14 @@ class Replica(Protocol, Generic[V]):
         """Return which of some parameters, given by index, have a gradient in the update to come."""
         return self.with_gradient(among)
 
+    def mark_rows(self, marks: Store[V]) -> None:
+        """Mark the rows of tables that have a gradient in the update to come: set to 1 what a store holds of them.
+
+        Args:
+            marks: one element per row of each table.
+        """
+        return
+
     def unexchanged(self) -> Mapping[str, Any]:
         """Return, by name, the weights that no exchange touches although the user has not asked for this."""
         return {}

@@ -27,7 +27,7 @@ CORE = frozenset(
         ),
         *(f"unit/test_{name}" for name in ("optimizer_state", "oracle", "outer_algorithms", "overlap", "schedules")),
         *(f"unit/test_{name}" for name in ("semantics", "startup", "state", "subset", "threads", "together")),
-        *(f"unit/test_{name}" for name in ("grace", "values", "waiting", "weights_by_work", "wires")),
+        *(f"unit/test_{name}" for name in ("elastic_rows", "grace", "values", "waiting", "weights_by_work", "wires")),
     )
 )
 """Files whose tests need numpy alone, and have threads as ranks: ``-m core``."""

@@ -97,6 +97,39 @@ def easgd(
     return workers.x, c
 
 
+def touches(worker: int, step: int, k: int) -> bool:
+    """Return whether a step of a worker touches a row of a table; in some rounds nobody touches a row, or all do."""
+    return (worker + 2 * step + 3 * k) % 7 == 0
+
+
+def of_table(worker: int, step: int, x: Sequence[float], gradient: Gradient = gradient) -> Vector:
+    """Gradient of a table whose rows have one element, at a step: 0 in rows that it does not touch."""
+    return [g_k if touches(worker, step, k) else 0.0 for k, g_k in enumerate(gradient(worker, x))]
+
+
+def easgd_of_table(n: int, exchanges: set[int], rate: float) -> tuple[Result, list[list[int]]]:
+    """Elastic averaging of a table, without momentum; also returns the rows that travel, for every exchange.
+
+    A row that no worker has touched since the last exchange does not travel: all know d = Σ_j (x_j − c) of it.
+    """
+    workers, c, d, travelled = Workers(n, 0.0), list(START), [0.0] * len(START), []
+    touched: set[int] = set()
+    for step in range(1, STEPS + 1):
+        for i in range(n):
+            workers.descend(i, of_table(i, step, workers.x[i]))
+        touched |= {k for k in range(len(START)) if any(touches(i, step, k) for i in range(n))}
+        if step in exchanges:
+            for k in range(len(START)):
+                total = sum(workers.x[i][k] - c[k] for i in range(n)) if k in touched else d[k]
+                for i in range(n):
+                    workers.x[i][k] -= rate * (workers.x[i][k] - c[k])
+                c[k] += rate * total
+                d[k] = (1 - rate * (n + 1)) * total
+            travelled.append(sorted(touched))
+            touched = set()
+    return (workers.x, c), travelled
+
+
 def default_rate(n: int) -> float:
     """The paper's rate β/n, β = .9, as far as the center does not overshoot."""
     return min(0.9 / n, 1 / (n + 1))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
-from hvd_periodic.algorithms.base import Algorithm
+from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.touched_rows import TouchedRows
+from hvd_periodic.centers.untouched_rows import UntouchedRows
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, Layout
@@ -46,6 +47,7 @@ class ErrorFeedback(Generic[V]):
         second_hop_residual: the residual of the sums that this rank forms for the others, of the same size on all
             ranks; None if it forms none.
         second_hop_key: key of this residual in saved states; no other rank has the same.
+        untouched: what is known of rows that no gradient has reached; None except for tables in elastic averaging.
         received_totals: totals that are known before their messages are sent, by the index of the bucket.
     """
 
@@ -62,7 +64,13 @@ class ErrorFeedback(Generic[V]):
         error_decay: float = 1.0,
     ) -> None:
         self.wire, self._placement, self._replica, self._reduction = wire, placement, replica, algorithm.reduction
-        self._touched = TouchedRows[V](layout, replica.tables) if replica.tables else None
+        self._touched: TouchedRows[V] | None = None
+        self.untouched: UntouchedRows[V] | None = None
+        tables = [i for i, spec in enumerate(layout.specs) if spec.name in replica.tables and spec.size]
+        if tables and layout is replica.parameters.layout:
+            if not algorithm.reads_after:
+                self.untouched = UntouchedRows(name, layout, tables, replica, algorithm, communicator)
+            self._touched = TouchedRows(wire, replica.space, layout, tables, self.untouched)
         self.received_totals: dict[int, V] = {}
         self._decay = error_decay
         self.residual: Store[V] | None = None
@@ -75,9 +83,13 @@ class ErrorFeedback(Generic[V]):
 
     def join(self, communicator: Communicator) -> None:
         """Form sums for these ranks, if the wire forms any; the residual is lost if their number has changed."""
+        if self.untouched is not None:
+            self.untouched.join(communicator)
         if not self.wire.forms_sums(communicator, self._lasting):
             return
-        rows = self._layout.restrict(lambda bucket: (0, row_length(bucket.size, communicator.size)))
+        rows = self._layout.restrict(
+            lambda bucket: (0, 0 if self._of_table(bucket) else row_length(bucket.size, communicator.size))
+        )
         if self.second_hop_residual is None or self.second_hop_residual.layout.specs != rows.specs:
             self._replica.drop_store(f"{self._name}.{SECOND_HOP_RESIDUAL}")
             self.second_hop_residual = self._replica.new_store(rows, f"{self._name}.{SECOND_HOP_RESIDUAL}")
@@ -89,6 +101,7 @@ class ErrorFeedback(Generic[V]):
         bucket: Bucket,
         message: V,
         name: str,
+        exchange: Exchange,
         weights: Sequence[tuple[int, int, float | None]] = (),
     ) -> Sent[V]:
         """Send a message together with the residual of earlier ones; may overwrite it.
@@ -98,6 +111,7 @@ class ErrorFeedback(Generic[V]):
             bucket: the bucket.
             message: the message, with zeros where this worker is absent: there its residual waits.
             name: name of the collective.
+            exchange: the exchange.
             weights: the ranges in which this worker has one weight, 0 where it is absent; None where all are, so that
                 the residual of sums waits as well.
         """
@@ -110,23 +124,21 @@ class ErrorFeedback(Generic[V]):
 
         space, sums = self._replica.space, self.second_hop_residual
         of_sums = None
-        if sums is not None:
+        if sums is not None and not self._of_table(bucket):
             row = sums.layout.buckets[bucket.index]
             first = communicator.rank * row.size
             unmoved = [(start - first, stop - first) for start, stop, weight in weights if weight is None]
             within = [(max(start, 0), min(stop, row.size)) for start, stop in unmoved]
             of_sums = Residual(sums, row, space, [each for each in within if each[0] < each[1]])
         link = Link(communicator, name, bucket.size, bucket.nbytes, reduce, space.coding, of_sums)
-        if self._touched is not None and bucket in self._touched:
-            return self._touched.start(link, bucket, message)
         if self.residual is None:
-            return self.wire.start(link, message)
+            return self._start(link, bucket, message, exchange)
         of_message = Residual(
             self.residual, bucket, space, [(start, stop) for start, stop, weight in weights if not weight]
         )
         residual = of_message.read()
         message = space.axpy(self._decay, residual, message)
-        sent = self.wire.start(link, message)
+        sent = self._start(link, bucket, message, exchange)
         decoded = message if sent.decoded is None else sent.decoded
         of_message.write(space.sub(message, decoded, out=residual))
         return sent
@@ -152,15 +164,36 @@ class ErrorFeedback(Generic[V]):
         if self.residual is not None:
             Residual(self.residual, bucket, self._replica.space).write(residual)
 
+    def _start(self, link: Link[V], bucket: Bucket, message: V, exchange: Exchange) -> Sent[V]:
+        """Start to sum messages; those of tables in the rows that are touched."""
+        if self._touched is None or bucket not in self._touched:
+            return self.wire.start(link, message)
+        return self._touched.start(link, bucket, message, exchange)
+
+    def _of_table(self, bucket: Bucket) -> bool:
+        return self._touched is not None and bucket in self._touched
+
     def reset(self) -> None:
-        """Set all residuals to zeros."""
+        """Set all residuals to zeros; replicas are equal to the center."""
         self.received_totals.clear()
+        if self.untouched is not None:
+            self.untouched.reset()
         self._clear(self.residual)
         self.reset_second_hop()
 
     def reset_second_hop(self) -> None:
         """Set the residual of sums to zeros."""
         self._clear(self.second_hop_residual)
+
+    def stores(self) -> dict[str, Store[V]]:
+        """Return what this rank keeps besides vectors of the worker and the center, by keys that no other rank has."""
+        stores = {} if self.second_hop_residual is None else {self.second_hop_key: self.second_hop_residual}
+        return stores if self.untouched is None else stores | self.untouched.stores()
+
+    def touch(self, bucket: Bucket | None = None) -> None:
+        """Note that the replica, or a bucket of it, has changed otherwise than by local steps and exchanges."""
+        if self.untouched is not None:
+            self.untouched.touch(bucket)
 
     def _clear(self, store: Store[V] | None) -> None:
         if store is not None:

@@ -99,6 +99,8 @@ class SavedVectors(Generic[V]):
         # A rank sums other elements on another number of ranks, or if tensors are packed in another order.
         if sums is not None and of_rank.keys() == {spec.name for spec in sums.layout.specs}:
             replica.load(sums, dict(of_rank))
+        if group.error_feedback.untouched is not None:
+            group.error_feedback.untouched.load(saved)
         for key, store in group.center_state.items():
             shard: dict[str, Any] = {}
             for spec, (tensor, start, stop) in zip(group.shard.specs, group.shard.sources, strict=True):
@@ -124,10 +126,7 @@ class SavedVectors(Generic[V]):
             check_names(f"{key!r} of the {group.name}", group.values.layout, saved.get(key, {}))
 
     def _save_workers(self) -> dict[str, Any]:
-        error_feedback = self._group.error_feedback
-        stores = dict(self._group.worker)
-        if error_feedback.second_hop_residual is not None:
-            stores[error_feedback.second_hop_key] = error_feedback.second_hop_residual
+        stores = self._group.worker | self._group.error_feedback.stores()
         return {key: self._replica.save(store) for key, store in stores.items()}
 
 

@@ -187,8 +187,9 @@ class TensorGroup(Generic[V]):
         buckets = self.values.layout.buckets
         held = [self.placement.bounds(bucket) for bucket in buckets]
         self.placement.join(self._membership.communicator, self._membership.root)
-        if self.error_feedback.second_hop_residual is not None:
+        if self.error_feedback.second_hop_residual is not None or self.error_feedback.untouched is not None:
             self.error_feedback.join(self._membership.communicator)
+            self.error_feedback.touch()
         if [self.placement.bounds(bucket) for bucket in buckets] == held:
             return False
         for key in (*self.center_state, _TOTAL):
@@ -221,6 +222,7 @@ class TensorGroup(Generic[V]):
         """Set a bucket of the replica to the center, and the worker's vectors to their values at the start."""
         self.values.write(bucket, center)
         self._write(self.worker, bucket, {}, self._initial_worker(center))
+        self.error_feedback.touch(bucket)
 
     def set_shard(self, key: str, bucket: Bucket, vector: V) -> None:
         """Set this rank's shard of a bucket of a vector of the center, given the whole bucket."""
@@ -298,7 +300,7 @@ class TensorGroup(Generic[V]):
         lent = message if shared else blocks[0].worker.get(self._consumed or "")
         weights = self._by_range.weights(self.values.layout, bucket, exchange) if exchange.presence else ()
         name = self._collective(bucket)
-        sent = self.error_feedback.send(self._membership.communicator, bucket, message, name, weights)
+        sent = self.error_feedback.send(self._membership.communicator, bucket, message, name, exchange, weights)
         for block in blocks:
             if pulls and lossy:
                 decoded = None if sent.decoded is None else _part(sent.decoded, bucket, block.part)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.numpy.replica import NumpyReplica
-from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
+from hvd_periodic.numpy.sgd import SGD, Array, ArrayOptimizer
 from hvd_periodic.vectors.store import Store
 
 _MARK = 0.75
@@ -61,6 +61,12 @@ class ArrayOptimizerState:
                     continue
                 value = start.get(name, np.zeros_like(array))
                 array[...] = of_name[name] if (value == _MARK).all() else value
+
+    def moves_untouched(self, names: Collection[str]) -> str | None:
+        """Return what moves rows without gradients: momentum, or an optimizer that is not known."""
+        if not isinstance(self._optimizer, SGD):
+            return f"{type(self._optimizer).__name__}, which is not known to leave them alone"
+        return f"SGD with momentum={self._optimizer.momentum!r}" if self._optimizer.momentum else None
 
     def _is_state(self, value: list[Any]) -> bool:
         shapes = [array.shape for array in value if isinstance(array, np.ndarray)]

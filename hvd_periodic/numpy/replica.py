@@ -181,6 +181,14 @@ class NumpyReplica(HostReplica):
         """Return the parameters that have a gradient."""
         return {i for i in among if self.gradients[self.exchanged[i]] is not None}
 
+    def mark_rows(self, marks: Store[Array]) -> None:
+        """Mark the rows in which a gradient is not 0."""
+        gradients = dict(zip(self.names, self.gradients, strict=True))
+        for spec, array in zip(marks.layout.specs, marks.tensors(), strict=True):
+            gradient = gradients[spec.name]
+            if gradient is not None:
+                array[gradient.reshape(len(array), -1).any(axis=1)] = 1
+
     def some_of(self, tensor: Array) -> np.ndarray:
         """Return some elements."""
         flat = as_real(tensor).reshape(-1)

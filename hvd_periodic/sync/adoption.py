@@ -170,10 +170,11 @@ def _named(groups: TensorGroups[V]) -> dict[str, dict[str, Any]]:
 def _staying(former: TensorGroups[V], old: Replica[V], groups: TensorGroups[V], new: Replica[V]) -> dict[str, set[str]]:
     """Return the names of the tensors that stay, by group."""
     then, now = _named(former), _named(groups)
+    policies = [(old.present, new.present), (old.tables, new.tables)]
 
     def alike(name: str, one: Any, other: Any) -> bool:
         same = tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype
-        return same and (name in old.present) == (name in new.present)
+        return same and all((name in then) == (name in now) for then, now in policies)
 
     return {
         group: {n for n, tensor in tensors.items() if n in then.get(group, {}) and alike(n, then[group][n], tensor)}

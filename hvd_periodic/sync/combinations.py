@@ -16,6 +16,7 @@ from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.handshake import Weight
+from hvd_periodic.sync.optimizer_state import OptimizerState
 from hvd_periodic.vectors.space import ArraySpace
 from hvd_periodic.wires.base import Wire
 
@@ -200,6 +201,11 @@ def check_bounds(bounds: NormBounds | None, algorithm: Algorithm, replica: Repli
             "`max_message_norm` and `max_mean_norm` are norms over all that a rank exchanges, and `parameters` "
             f"makes some of it 'present' on some ranks only: leave out one of the two. Received: {bounds}"
         )
+    if replica.tables and not algorithm.reads_after:
+        raise ValueError(
+            "`max_message_norm` is a norm over all that a rank exchanges, and in elastic averaging `parameters` that "
+            f"are 'rows' send some rows only: leave out one of the two. Received: {bounds}"
+        )
     if bounds.mean is not None and algorithm.share_of_mean(Exchange(size, 1)) is None:
         raise ValueError(
             "`max_mean_norm` is for algorithms whose center takes an outer step: averaging, DiLoCo, SlowMo, BMUF "
@@ -236,3 +242,30 @@ def check_participation(
             "`parameters` can be 'present' only if messages are summed, and "
             f"{type(algorithm).__name__} takes another reduction: {algorithm.reduction!r}"
         )
+
+
+def rows_problem(replica: Replica[Any], algorithm: Algorithm, local: OptimizerState[Any] | None) -> str | None:
+    """Return why not only rows with gradients move between exchanges, where elastic averaging relies on it; or None.
+
+    Args:
+        replica: knows the tables of which only touched rows travel.
+        algorithm: the algorithm.
+        local: the state of the local optimizer; None if it is not known.
+    """
+    if not replica.tables or algorithm.reads_after:
+        return None
+    moved = "an optimizer whose gradients are not seen here" if local is None else local.moves_untouched(replica.tables)
+    if moved is None:
+        return None
+    return (
+        "`parameters` can be 'rows' in elastic averaging only if the local optimizer leaves rows without gradients "
+        "alone, as SGD without momentum and weight decay and torch.optim.SparseAdam do: use one of these, or "
+        f"parameters='average'. Received: {moved}"
+    )
+
+
+def check_rows(replica: Replica[Any], algorithm: Algorithm, local: OptimizerState[Any] | None) -> None:
+    """Raise a ValueError if not only rows with gradients move, see :func:`rows_problem`."""
+    problem = rows_problem(replica, algorithm, local)
+    if problem is not None:
+        raise ValueError(problem)

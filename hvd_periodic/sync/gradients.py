@@ -127,12 +127,15 @@ class Gradients(Generic[V]):
 
     Attributes:
         assigned: watches tensors without gradients.
+        needed_by: what needs to see every local gradient, in words; None if nothing does.
     """
 
     def __init__(self, exchanger: Exchanger[V]) -> None:
         self.exchanger, self._algorithm = exchanger, exchanger.context.exchanged.algorithm
         self._prepared = False
         context, groups = exchanger.context, exchanger.tensor_groups
+        self._untouched = groups.parameters.error_feedback.untouched
+        self.needed_by = self._what_needs_all()
         name = type(self._algorithm).__name__
         self.assigned = Assigned(context.exchanged.replica, groups, name, context.membership)
         context.handshake.followers.append(self.assigned.follow)
@@ -142,6 +145,8 @@ class Gradients(Generic[V]):
         self._prepared = True
         if self.exchanger.presence is not None:
             self.exchanger.presence.note()
+        if self._untouched is not None:
+            self.exchanger.context.exchanged.replica.mark_rows(self._untouched.marks)
         if self._algorithm.uses_gradients:
             self.show()
 
@@ -155,13 +160,19 @@ class Gradients(Generic[V]):
         context, worker = self.exchanger.context, self.exchanger.tensor_groups.parameters.worker
         context.progress.add(gradients=context.exchanged.replica.local(self._algorithm, worker))
 
+    def _what_needs_all(self) -> str | None:
+        if self.exchanger.presence is not None:
+            return "A parameter that is 'present'"
+        if self._untouched is not None:
+            return "A parameter of which 'rows' travel in elastic averaging"
+        return type(self._algorithm).__name__ if self._algorithm.uses_gradients else None
+
     def check(self, updated: bool) -> None:
         """Raise a RuntimeError after an update whose gradients the algorithm needed but did not see."""
-        present = self.exchanger.presence is not None
-        if updated and (self._algorithm.uses_gradients or present) and not self._prepared:
-            who = "A parameter that is 'present'" if present else type(self._algorithm).__name__
+        if updated and self.needed_by is not None and not self._prepared:
             raise RuntimeError(
-                f"{who} needs every local gradient: call prepare_gradients() before each local update, then step()"
+                f"{self.needed_by} needs every local gradient: call prepare_gradients() before each local update, "
+                "then step()"
             )
         if updated:
             self.assigned.see_gradients()

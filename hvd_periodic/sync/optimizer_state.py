@@ -46,6 +46,9 @@ class OptimizerState(Protocol[V]):
     def reset(self, but: Collection[str] = ()) -> None:
         """Set all entries to their initial values, ``but`` those of some parameters, by name."""
 
+    def moves_untouched(self, names: Collection[str]) -> str | None:
+        """Return, in words, what moves rows without gradients of some parameters; None if nothing does."""
+
 
 class OptimizerStateExchange(Generic[V]):
     """Applies a policy to the state of a local optimizer.

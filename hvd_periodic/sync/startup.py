@@ -290,15 +290,16 @@ class Startup(Generic[V]):
             if state is not None:
                 center = replica.new_temporary_store(group.values.layout)
                 replica.load(center, state["vectors"][group.name]["center"])
+            group.error_feedback.reset()
             for bucket in group.values.layout.buckets:
                 group.start_from(bucket, center.read(bucket))
-            group.error_feedback.reset()
         self._forget_work()
 
     def start_from_replica(self) -> None:
         """Set the center to this rank's replica, and keep the counters, which are those of other ranks."""
         self._exchanger.discard()
         self._exchanger.restart()
+        self._exchanger.tensor_groups.parameters.error_feedback.touch()
         self._forget_work()
 
     def broadcast_center_from(self, source: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
@@ -38,9 +39,11 @@ from hvd_periodic.sync.combinations import (
     check_bounds,
     check_outer,
     check_participation,
+    check_rows,
     check_schedule,
     check_weight,
     refuse_with_quorum,
+    rows_problem,
 )
 from hvd_periodic.sync.differences import Differences
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, check_agreement
@@ -243,6 +246,7 @@ class ReplicaSynchronizer(Generic[V]):
         self.warmup = SynchronousWarmup(self.planner, self.progress)
         averages_until = None if self.warmup.until is None else schedule
         check_participation(replica, self.algorithm, self.policy, len(cut), averages_until)
+        check_rows(replica, self.algorithm, local_optimizer)
         follower = self.exchanged.hyperparameters
         self.handshake = Handshake(self.membership, self.progress, self.planner, follower, state, counts)
         communicator.tracker.limit(timeout_seconds)
@@ -280,6 +284,8 @@ class ReplicaSynchronizer(Generic[V]):
         self.startup = Startup(self.exchanger, self.checkpoint, self.gradients.assigned)
         self.center_reader = self.center_reader_type(self.exchanger, self.checkpoint, self.startup)
         self.handshake.checks += [replica.changes, self.gradients.assigned.name_parameters]
+        if replica.tables:
+            self.handshake.checks.append(partial(rows_problem, replica, self.algorithm, local_optimizer))
         if self.progress.is_new:
             self.exchanger.tensor_groups.reset()
 

@@ -50,7 +50,7 @@ class Synchronous(Exchanger[V]):
         self.turns = FragmentPlan(context.fragments, context.planner.schedule)
         context.wire.check(membership.communicator, place.name)
         if exchanged.replica.tables:
-            check_way(context.wire, place.name)
+            check_way(context.wire, place.name, exchanged.algorithm)
         if context.wire.lossy and exchanged.algorithm.reduction != "sum":
             raise ValueError(
                 f"`compression` is for sums over ranks, and {type(exchanged.algorithm).__name__} takes another "
@@ -290,6 +290,7 @@ class Synchronous(Exchanger[V]):
             for store in group.worker.values():
                 self.tensor_groups.send_store(store, takeover.send)
             group.error_feedback.reset()
+            group.error_feedback.touch()
             if group.placement.everywhere:
                 for store in group.center_state.values():
                     self.tensor_groups.send_store(store, takeover.send)

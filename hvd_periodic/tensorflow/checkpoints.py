@@ -177,13 +177,10 @@ def _renamed(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, An
     """Return a state with the current tensor names: Keras numbers layers across all models of a process."""
     vectors = dict(state["vectors"])
     for group in level.tensor_groups:
-        sums, saved = group.error_feedback.second_hop_residual, vectors.get(group.name, {})
+        others, saved = group.error_feedback.stores(), vectors.get(group.name, {})
         vectors[group.name] = {}
         for key, tensors in saved.items():
-            layout = (
-                sums.layout if sums is not None and key == group.error_feedback.second_hop_key else group.values.layout
-            )
-            names = [spec.name for spec in layout.specs]
+            names = [spec.name for spec in others.get(key, group.values).layout.specs]
             alike = len(names) == len(tensors)
             vectors[group.name][key] = dict(zip(names if alike else tensors, tensors.values(), strict=True))
     in_flight, now = state.get("under_way"), [spec.name for spec in level.tensor_groups.parameters.values.layout.specs]

@@ -42,8 +42,7 @@ class GradientPreparation:
         self._synchronizer.replica.with_gradients.update(map(self._index_of, present))
         gradients = self._averaged(gradients, variables)
         updated, scale = self._updates(gradients)
-        shows = self._synchronizer.algorithm.uses_gradients or self._synchronizer.replica.present
-        if shows and updated is not False:
+        if self._synchronizer.gradients.needed_by is not None and updated is not False:
             gradients = self._shown(gradients, variables, updated, scale)
         return gradients, updated
 

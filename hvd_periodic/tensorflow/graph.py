@@ -120,7 +120,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         stores = [
             store
             for group in groups
-            for store in (*group.vectors.values(), group.error_feedback.second_hop_residual, group.total)
+            for store in (*group.vectors.values(), *group.error_feedback.stores().values(), group.total)
         ]
         found = [*progress.variables.values(), *(v for store in stores if store is not None for v in store.tensors())]
         found += [*([] if self._share is None else [self._share]), *progress.note_variables.values()]
@@ -313,8 +313,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         for group in self.tensor_groups:
             found += [group.values, *group.worker.values()]
             if of_center:
-                more = (group.total, group.error_feedback.second_hop_residual)
-                found += [*group.center_state.values(), *(store for store in more if store is not None)]
+                more = [] if group.total is None else [group.total]
+                found += [*group.center_state.values(), *more, *group.error_feedback.stores().values()]
         return list({id(store): store for store in found}.values())
 
     def _hosted_variables(self) -> tuple[list[Store[Any]], list[tf.Variable], list[Store[Any]]]:

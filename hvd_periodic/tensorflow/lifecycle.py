@@ -29,7 +29,7 @@ from hvd_periodic.tensorflow.progress import ADDED
 from hvd_periodic.tensorflow.rank_binding import RankBinding
 from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.tensorflow.resharding import SlotValues
-from hvd_periodic.tensorflow.saved import SUMS_OF, SavedExchanges, depends_on_wire
+from hvd_periodic.tensorflow.saved import PLACES, ROWS_OF, SUMS_OF, SavedExchanges, depends_on_wire
 from hvd_periodic.tensorflow.settings import innermost
 from hvd_periodic.tensorflow.spec import OptimizerSpec
 from hvd_periodic.tensorflow.stage import Stage
@@ -155,8 +155,10 @@ class ExchangeLifecycle:
         if saved is not None:
             synchronizer.exchanger.has_loaded(saved)
         self._name_center_optimizer()
-        if synchronizer.tensor_groups.parameters.error_feedback.second_hop_residual is not None:
-            self._new_variable(SUMS_OF, (2,), tf.int64, np.array(synchronizer.place))
+        feedback = synchronizer.tensor_groups.parameters.error_feedback
+        for name, kept in ((SUMS_OF, feedback.second_hop_residual), (ROWS_OF, feedback.untouched)):
+            if kept is not None:
+                self._new_variable(name, (2,), tf.int64, np.array(synchronizer.place))
         self._note_later()
         try:
             self.saved.settle(synchronizer)
@@ -176,7 +178,7 @@ class ExchangeLifecycle:
         return {
             "outer": None if center is None else VariableOuterOptimizer(center, parameters, replica.values),
             "rates": KerasLearningRate(local),
-            "local_optimizer": KerasOptimizerState(local, replica),
+            "local_optimizer": KerasOptimizerState(local, replica, nested=local is not self.spec.optimizer),
         }
 
     def _note_later(self) -> None:
@@ -217,7 +219,7 @@ class ExchangeLifecycle:
         """Let the synchronizer adopt; if that fails, list the former variables again."""
         saved, made = self.saved, list(self._made)
         former = saved.variables
-        saved.variables = {name: variable for name, variable in former.items() if name == SUMS_OF}
+        saved.variables = {name: variable for name, variable in former.items() if name in PLACES}
         try:
             synchronizer.adopt(successor)
         except BaseException:
@@ -292,17 +294,20 @@ class ExchangeLifecycle:
             return replaced and eager
 
     def _forget_sums_of_others(self) -> None:
-        """Reset the residual of sums if it is another rank's, brought here by a file or a broadcast."""
-        marked = self.saved.variables.get(SUMS_OF)
-        if marked is not None and native(marked).numpy().tolist() != self.synchronizer.place:
-            self.synchronizer.tensor_groups.parameters.error_feedback.reset_second_hop()
-            marked.assign(self.synchronizer.place)
+        """Reset the residual of sums, and let all rows travel, if a file or a broadcast brought another rank's."""
+        feedback = self.synchronizer.tensor_groups.parameters.error_feedback
+        for name, forget in ((SUMS_OF, feedback.reset_second_hop), (ROWS_OF, feedback.touch)):
+            marked = self.saved.variables.get(name)
+            if marked is not None and native(marked).numpy().tolist() != self.synchronizer.place:
+                forget()
+                marked.assign(self.synchronizer.place)
 
     def write(self, store: Any) -> None:
         """Save the state of the exchanges with the model, see :meth:`SavedExchanges.write`."""
-        marked, stage = self.saved.variables.get(SUMS_OF), self.optimizer.stage
-        if marked is not None and stage is Stage.OPEN:
-            marked.assign(self.synchronizer.place)  # A broadcast after the first step may have overwritten it.
+        stage = self.optimizer.stage
+        for name in PLACES if stage is Stage.OPEN else ():
+            if (marked := self.saved.variables.get(name)) is not None:
+                marked.assign(self.synchronizer.place)  # A broadcast after the first step may have overwritten it.
         synchronizer = self._synchronizer if stage >= Stage.CREATED else None
         self.saved.write(store, synchronizer, stage >= Stage.STARTED)
 

@@ -24,12 +24,18 @@ class KerasOptimizerState:
 
     Keras optimizers hold it in lists, in the order of the variables. A state variable's name is that of the variable
     that it belongs to, followed by the name of the entry.
+
+    Args:
+        optimizer: the optimizer, without those of this package around it.
+        replica: the variables of this rank.
+        nested: whether another optimizer of this package, which exchanges as well, is between the two.
     """
 
-    def __init__(self, optimizer: Any, replica: VariableReplica) -> None:
+    def __init__(self, optimizer: Any, replica: VariableReplica, nested: bool = False) -> None:
         scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self._optimizer, self._replica = optimizer.inner_optimizer if scales else optimizer, replica
         self._start: dict[str, float | None] = {}
+        self._nested = nested
 
     complete = True
 
@@ -74,6 +80,22 @@ class KerasOptimizerState:
                 f"{type(self._optimizer).__name__}, and a copy that would show it cannot be made "
                 f"({type(error).__name__}: {error})"
             ) from error
+
+    def moves_untouched(self, names: Collection[str]) -> str | None:
+        """Return what moves rows without gradients: momentum, weight decay, another optimizer, or constraints."""
+        if self._nested:
+            return "an optimizer whose own exchanges move them"
+        name = type(self._optimizer).__name__
+        if not isinstance(self._optimizer, (keras.optimizers.SGD, keras.optimizers.Adagrad)):
+            return f"{name}, which moves all rows, or is not known to leave them alone"
+        named = self._replica.named
+        for (parameter, _), constraint in zip(named.parameters, named.constraints, strict=False):
+            if parameter in names and constraint is not None:
+                return f"the constraint of {parameter!r}"
+        for setting in ("momentum", "weight_decay", "gradient_accumulation_steps"):
+            if getattr(self._optimizer, setting, None):
+                return f"{name} with {setting}={getattr(self._optimizer, setting)!r}"
+        return None
 
     def reset(self, but: Collection[str] = ()) -> None:
         """Reset all state to that of a new optimizer: zeros, the variables, or values from its settings."""

@@ -103,6 +103,19 @@ class VariableReplica(NamedReplica):
         """Return the parameters, among the given ones, that have a gradient in this step or in the one compiled now."""
         return {i for i in among if self.gradients[self.positions[i]] is not None}
 
+    def mark_rows(self, marks: Store[Any]) -> None:
+        """Mark the rows in which a dense gradient is not 0, and all that a sparse one names, in a graph or eagerly."""
+        index_of = {name: position for (name, _), position in zip(self.named.parameters, self.positions, strict=True)}
+        for spec, marked in zip(marks.layout.specs, marks.tensors(), strict=True):
+            gradient = self.gradients[index_of[spec.name]]
+            if isinstance(gradient, tf.IndexedSlices):
+                ones = tf.ones_like(gradient.indices, dtype=marked.dtype)
+                marked.scatter_update(tf.IndexedSlices(ones, gradient.indices))
+            elif gradient is not None:
+                rows = tf.reshape(gradient, [spec.shape[0], -1])
+                touched = tf.reduce_any(tf.not_equal(rows, tf.zeros([], rows.dtype)), axis=1)
+                marked.assign(tf.maximum(marked, tf.cast(touched, marked.dtype)))
+
     def some_of(self, tensor: Any) -> np.ndarray:
         """Return a sample of the elements; eagerly."""
         held = isinstance(tensor, tf.Variable) and self.values.holds(tensor)

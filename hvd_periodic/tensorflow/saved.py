@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.centers.error_feedback import RESIDUAL, SECOND_HOP_RESIDUAL
+from hvd_periodic.centers.untouched_rows import SUMS, TOUCHED
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.progress import MEMORY, SEEN, SINCE, WORK
@@ -27,10 +28,21 @@ _IN_FLIGHT = "in_flight"
 SUMS_OF = f"{SECOND_HOP_RESIDUAL}_of"
 """Name of the variable that holds the rank, and the number of ranks, to which the second-hop residual belongs."""
 
+ROWS_OF = f"{TOUCHED}_of"
+"""Name of the variable that holds the rank, and the number of ranks, to which the marks of touched rows belong."""
+
+PLACES = (SUMS_OF, ROWS_OF)
+"""The names of these variables."""
+
+
+_OF_RANK = {SECOND_HOP_RESIDUAL, TOUCHED, SUMS}
+"""Parts of names of variables whose shapes are not those of the parameters."""
+
 
 def depends_on_wire(name: str) -> bool:
-    """Return whether a variable exists with some wires only: residuals, or a separate total."""
-    return name == SUMS_OF or not {RESIDUAL, SECOND_HOP_RESIDUAL, "total"}.isdisjoint(name.split("."))
+    """Return whether a variable exists with some ways to send only: residuals, marks of rows, or a separate total."""
+    kinds = {RESIDUAL, SECOND_HOP_RESIDUAL, TOUCHED, SUMS, "total"}
+    return name in PLACES or not kinds.isdisjoint(name.split("."))
 
 
 def _renumbered(values: Mapping[str, Any], prefix: str, formerly: Sequence[bool]) -> dict[str, Any]:
@@ -147,7 +159,7 @@ class SavedExchanges:
             for name, value in _renumbered(self._waiting, "buffers.center.", self.formerly).items()
             if name in known or not (name.startswith(MEMORY) or name in (*WORK, SEEN) or depends_on_wire(name))
         }
-        varying = [name for name in waiting if name == SEEN or SECOND_HOP_RESIDUAL in name.split(".")]
+        varying = [name for name in waiting if name == SEEN or not _OF_RANK.isdisjoint(name.split("."))]
         for name in [name for name in varying if name in known]:
             if waiting[name].shape != tuple(self.variables[name].shape):  # Of other parameters, or other ranks.
                 del waiting[name]

@@ -9,7 +9,7 @@ import torch
 
 from hvd_periodic.torch.copies import fresh_copy
 from hvd_periodic.torch.dtypes import as_real
-from hvd_periodic.torch.gradient_averaging import innermost
+from hvd_periodic.torch.gradient_averaging import innermost, plain_class
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.vectors.store import Store
 
@@ -24,6 +24,7 @@ class TorchOptimizerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer, replica: TorchReplica) -> None:
         self._optimizer, self._replica = innermost(optimizer), replica
+        self._levels = self._optimizer is not optimizer
         self._start: dict[str, float | None] = {}
 
     def entries(self) -> Mapping[str, Sequence[tuple[str, torch.Tensor]]]:
@@ -74,6 +75,21 @@ class TorchOptimizerState:
                 f"({type(error).__name__}: {error})"
             ) from error
 
+    def moves_untouched(self, names: Collection[str]) -> str | None:
+        """Return what moves rows without gradients: momentum, weight decay, another optimizer, or another level."""
+        if self._levels:
+            return "an optimizer whose own exchanges move them"
+        name = plain_class(self._optimizer).__name__
+        if not isinstance(self._optimizer, _SPARSE):
+            return f"{name}, which moves all rows, or is not known to leave them alone"
+        of_name = dict(zip(self._replica.names, self._replica.tensors, strict=True))
+        tables = {id(of_name[each]) for each in names}
+        for group in self._optimizer.param_groups:
+            for setting in ("momentum", "weight_decay"):
+                if group.get(setting) and not tables.isdisjoint(map(id, group["params"])):
+                    return f"{name} with {setting}={group[setting]!r}"
+        return None
+
     @torch.no_grad()
     def reset(self, but: Collection[str] = ()) -> None:
         """Set all entries to those of a new optimizer: zeros, the parameters, or values from its settings."""
@@ -91,6 +107,10 @@ class TorchOptimizerState:
             for name, parameter in of_name.items():
                 if name not in but and "momentum_buffer" in self._optimizer.state.get(parameter, {}):
                     self._optimizer.state[parameter]["momentum_buffer"] = None
+
+
+_SPARSE = (torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad)
+"""Optimizers that leave rows without gradients alone, without momentum and weight decay."""
 
 
 def _start_of(optimizer: torch.optim.Optimizer) -> dict[str, float | None]:

@@ -342,6 +342,19 @@ class TorchReplica(Replica[torch.Tensor]):
         """Return the parameters that have a gradient now, by index."""
         return {i for i in among if self.tensors[i].grad is not None}
 
+    @torch.no_grad()
+    def mark_rows(self, marks: Store[torch.Tensor]) -> None:
+        """Mark the rows in which a dense gradient is not 0, and all that a sparse one names."""
+        of_name = dict(zip(self.names, self.tensors, strict=True))
+        for spec, marked in zip(marks.layout.specs, marks.tensors(), strict=True):
+            gradient = of_name[spec.name].grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                marked[gradient._indices()[0]] = 1
+            else:
+                marked.copy_(torch.maximum(marked, (gradient != 0).flatten(1).any(1).to(marked.dtype)))
+
     def unexchanged(self) -> dict[str, torch.Tensor]:
         """Return frozen parameters, and buffers that are local by default."""
         return self._frozen() | self.named.local_by_default()

@@ -11,7 +11,7 @@ span several buckets, and a bucket may hold several tensors: a *piece* is the in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -221,6 +221,29 @@ class Layout:
         aligned = copy(self)
         aligned.buckets = aligned._cut(cuts)
         return aligned
+
+    def one_per_row(self, tensors: Collection[int]) -> Layout:
+        """Return the layout of one element per row of these tensors, where :meth:`by_rows` has made the buckets.
+
+        It has as many buckets as this one; those of other tensors are empty.
+
+        Example:
+            >>> specs = [TensorSpec("w", (3, 2), "f4", 4), TensorSpec("b", (3,), "f4", 4)]
+            >>> [(b.start, b.stop) for b in Layout(specs, bucket_bytes=12).by_rows([0]).one_per_row([0]).buckets]
+            [(0, 1), (1, 3), (3, 3)]
+        """
+        tables = [i for i in tensors if self.specs[i].size]
+        cuts: dict[str, list[int]] = {kind: [] for kind in self.arenas}
+        for bucket in self.buckets:
+            tensor = bucket.pieces[0].tensor if bucket.size else None
+            spec = self.specs[tensor or 0]
+            cuts[bucket.kind].append(bucket.size * spec.shape[0] // spec.size if tensor in tables else 0)
+        rows = Layout([replace(self.specs[i], shape=self.specs[i].shape[:1]) for i in tables])
+        rows.arenas = {kind: sum(sizes) for kind, sizes in cuts.items()}
+        rows.itemsizes = self.itemsizes
+        rows.ends = self.ends
+        rows.buckets = rows._cut(cuts)
+        return rows
 
     def span(self, tensor: int) -> tuple[str, int, int]:
         """Return the arena of a tensor and the first and past-the-last element of the tensor in it."""

@@ -112,12 +112,14 @@ class Wire(ABC):
 
     Attributes:
         lossy: the received message may differ from the original, and NaN and infinity cannot travel.
+        elementwise: the encoding of an element does not depend on the others, so that some of them may travel alone.
         coding_seconds: seconds to encode and decode a byte of parameters, on one core that copies 7 GB/s.
         adding_seconds: seconds per byte of float32 to decode a worker's message and add it to others, on such a core:
             four passes over memory, where copying takes two.
     """
 
     lossy: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = False
     coding_seconds: ClassVar[float] = 0.0
     adding_seconds: ClassVar[float] = 0.0
 
@@ -156,6 +158,10 @@ class Wire(ABC):
             (0.0, 16000000.0)
         """
         return 0.0
+
+    def rounded(self, coding: Coding[V], message: V) -> V:
+        """Return a message in which elements are 0 that are sent as 0; for elementwise encodings."""
+        return message
 
     @abstractmethod
     def start(self, link: Link[V], message: V) -> Sent[V]:

@@ -44,6 +44,7 @@ class Half(Encoded):
 
     kind: str = "f2"
 
+    elementwise: ClassVar[bool] = True
     coding_seconds: ClassVar[float] = 5e-10
 
     def __post_init__(self) -> None:
@@ -90,6 +91,10 @@ class Half(Encoded):
         decoded = coding.like(half, message)
         wait = link.reduce(half, link.name)
         return Sent(lambda: coding.like(wait(), message), decoded, 2 * link.size)
+
+    def rounded(self, coding: Coding[V], message: V) -> V:
+        """Return the message in 16 bits, as float32."""
+        return coding.wide(coding.cast(coding.clip(message, coding.largest_value(self.kind)), self.kind))
 
     def encode(self, coding: Coding[V], rows: V) -> V:
         """Return 2 bytes per element."""

@@ -15,6 +15,7 @@ class Plain(Wire):
     """Sends every element in the dtype of the center, and sums in it."""
 
     lossy: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = True
 
     def start(self, link: Link[V], message: V) -> Sent[V]:
         """Reduce the message."""

@@ -94,10 +94,13 @@ class Session:
             self.global_step = tf.train.get_or_create_global_step()
             self.train = self.optimizer.minimize(loss, global_step=self.global_step)
             by_name = {v.op.name: v for v in tf.global_variables()}
-            self.centers = [by_name[f"{contrib_opt.GLOBAL_VARIABLE_NAME}/{key}"] for key in SIZES]
+            policies = options.get("parameters", {})
+            averaged = [key for key in SIZES if key not in policies]
+            self.centers = [by_name[f"{contrib_opt.GLOBAL_VARIABLE_NAME}/{key}"] for key in averaged]
             initialize = tf.group(tf.global_variables_initializer(), tf.local_variables_initializer())
             task = [] if isinstance(self.optimizer, contrib_opt.ModelAverageOptimizer) else [hvd.rank()]
-            start = self.optimizer.get_init_op(*task) if with_getter else hvd.broadcast_global_variables(0)
+            common = [v for v in tf.global_variables() if policies.get(v.op.name) != "local"]
+            start = self.optimizer.get_init_op(*task) if with_getter else hvd.broadcast_variables(common, 0)
             self.landed = self.optimizer.get_land_op()
             self.session = tf.Session()
             self.session.run(initialize)
@@ -212,6 +215,23 @@ def other_algorithms() -> Any:
         "bmuf": beside("bmuf", False, 2, weight=1.0 + hvd.rank()),
         "outer": beside("diloco", False, 4, (0.5, 0.25), fragments=2),
         "agn": beside("agn", True, 4, (0.25, 0.5)),
+    }
+
+
+@scenario
+def participation() -> Any:
+    """A variable that every rank keeps for itself, or that follows the root."""
+    own, following = {"parameters": {"b": "local"}}, {"parameters": {"b": "broadcast"}}
+    return {
+        "easgd": beside("easgd", True, 3, **own),
+        "easgd_rho": beside("easgd_rho", False, 2, **own),
+        "agn": beside("agn", True, 4, **own),
+        "average": beside("average", False, 3, weight=1.0 + hvd.rank(), **own),
+        "easgd, broadcast": beside("easgd", False, 3, audit_every=1, **following),
+        "easgd_rho, broadcast": beside("easgd_rho", True, 3, **following),
+        "average, broadcast": beside("average", True, 4, overlap=1, **following),
+        "agn, broadcast": beside("agn", False, 4, **following),
+        "diloco, broadcast": beside("diloco", True, 3, **following),
     }
 
 

@@ -150,11 +150,18 @@ def rows_of_tables() -> Any:
     """A table of which every rank touches other rows in each period: values after each step, and bytes, both ways."""
     results = {}
     for policy in ("rows", "average"):
-        for name, options in {"diloco": {}, "agn": {}, "average": {"overlap": 1}}.items():
+        fp16 = {"compression": hvdp.Compression.fp16}
+        ways = {"diloco": {}, "agn": {}, "average": {"overlap": 1}, "easgd": {}, "diloco, fp16": fp16}
+        for name, options in ways.items():
             table = torch.nn.Parameter(torch.ones(1000, 3, dtype=torch.float64))
             inner = torch.optim.SGD([table], lr=0.1)
             optimizer = hvdp.PeriodicOptimizer(
-                inner, [("table", table)], ALGORITHMS[name](), PERIOD, parameters={"table": policy}, **options
+                inner,
+                [("table", table)],
+                ALGORITHMS[name.split(",")[0]](),
+                PERIOD,
+                parameters={"table": policy},
+                **options,
             )
             seen = []
             for step in range(oracle.STEPS):
@@ -168,12 +175,19 @@ def rows_of_tables() -> Any:
 
 
 def test_rows_of_tables(ranks: list[dict[str, Any]]) -> None:
-    """As whole tables, to the bit with two ranks; with more, an allreduce may add in another order."""
-    for name in ("diloco", "agn", "average"):
+    """As whole tables, to the bit with two ranks; with more, an allreduce may add in another order.
+
+    In elastic averaging, within rounding; in 16 bits, within that of the sums, which Horovod may form.
+    """
+    for name in ("diloco", "agn", "average", "easgd", "diloco, fp16"):
         for (rows, fewer), (whole, more) in zip(
             *(column(ranks, "rows_of_tables", f"{policy} {name}") for policy in ("rows", "average")), strict=True
         ):
-            assert rows == whole if len(ranks) == 2 else np.array(rows) == pytest.approx(np.array(whole), rel=1e-12)
+            if len(ranks) == 2 and name in ("diloco", "agn", "average"):
+                assert rows == whole
+            else:
+                tolerance = 0.02 if "fp16" in name else 1e-12
+                assert np.array(rows) == pytest.approx(np.array(whole), abs=tolerance)
             assert 10 * fewer < more
 
 

@@ -101,7 +101,7 @@ def momentum_of(optimizer: Any) -> Any:
 
 pytestmark = pytest.mark.timeout(240)
 
-OF_SIZE = ("compressed_quadratics", "not_finite_on_the_last_rank")
+OF_SIZE = ("compressed_quadratics", "not_finite_on_the_last_rank", "rows_of_tables")
 """What the number of ranks makes a difference for."""
 
 JOBS = [thorough(("mpirun", 2)), ("mpirun", 2, *OF_SIZE), thorough(("horovodrun --gloo", 3, *OF_SIZE))]
@@ -259,6 +259,48 @@ def test_a_state_holds_what_was_not_sent(ranks: list[dict[str, Any]]) -> None:
     for report in column(ranks, "compressed_and_restored"):
         for wire, (original, restored) in report.items():
             assert restored == original, wire
+
+
+def touched(optimizer: Any, table: Any) -> list[list[float]]:
+    """Take compiled steps with gradients of three rows each; return the sums of all rows after each."""
+
+    @tf.function
+    def step(rows: Any) -> None:
+        values = (1.0 + hvd.rank()) * tf.ones((3, 3), tf.float64)
+        optimizer.apply([tf.IndexedSlices(values, rows, dense_shape=(1000, 3))], [table])
+
+    seen = []
+    for i in range(oracle.STEPS):
+        step(tf.constant([3 * i, 3 * i + 1 + hvd.rank(), 500 + hvd.rank()]))
+        seen.append(table.numpy().sum(1).tolist())
+    return seen
+
+
+@scenario
+def rows_of_tables() -> Any:
+    """A table of which every rank touches other rows in each period: values after each step, and bytes, both ways."""
+    results = {}
+    for policy in ("rows", "average"):
+        for name in ("easgd", "average"):
+            table = keras.Variable(np.ones((1000, 3)), dtype="float64", name="table")
+            optimizer = hvdp.PeriodicOptimizer(
+                keras.optimizers.SGD(0.125), None, ALGORITHMS[name](), PERIOD, parameters={"table": policy}
+            )
+            optimizer.build([table])
+
+            results[f"{policy} {name}"] = [touched(optimizer, table), optimizer.synchronizer.counters.bytes_sent]
+            optimizer.finalize()
+    return results
+
+
+def test_rows_of_tables(ranks: list[dict[str, Any]]) -> None:
+    """As whole tables, within rounding, in compiled steps."""
+    for name in ("easgd", "average"):
+        for (rows, fewer), (whole, more) in zip(
+            *(column(ranks, "rows_of_tables", f"{policy} {name}") for policy in ("rows", "average")), strict=True
+        ):
+            assert np.array(rows) == pytest.approx(np.array(whole), rel=1e-12)
+            assert 10 * fewer < more
 
 
 @scenario

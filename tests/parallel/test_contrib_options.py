@@ -51,6 +51,10 @@ def test_ranks_that_count_differently(ranks: list[dict[str, Any]]) -> None:
     assert_alike(ranks, "weights_and_audits")
 
 
+def test_variables_that_take_part_in_other_ways(ranks: list[dict[str, Any]]) -> None:
+    assert_alike(ranks, "participation")
+
+
 def test_parts_of_the_parameters_that_are_exchanged_in_turn(ranks: list[dict[str, Any]]) -> None:
     assert_alike(ranks, "fragments")
 

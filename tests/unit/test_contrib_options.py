@@ -66,6 +66,62 @@ def test_refused_options(name: str, options: dict[str, Any], error: type[Excepti
         minimized(name, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        (
+            "ModelAverageOptimizer",
+            {"parameters": "rows"},
+            ValueError,
+            "`parameters` must be one of .*parameters='rows'",
+        ),
+        ("AGNOptimizer", {"parameters": {"w": "present"}}, ValueError, r"parameters\['w'\]='present'"),
+        (
+            "ModelAverageOptimizer",
+            {"parameters": {"v": "local"}},
+            ValueError,
+            "matches no trained variable: 'v'. There",
+        ),
+        (
+            "ModelAverageOptimizer",
+            {"parameters": "local"},
+            ValueError,
+            "0 variables, none of them with elements, without",
+        ),
+        ("ElasticAverageOptimizer", {"parameters": lambda *_: "sum"}, ValueError, r"parameters\('w', ...\)='sum'"),
+        ("ElasticAverageOptimizer", {"parameters": 3}, TypeError, "`parameters` must be one of"),
+    ],
+)
+def test_refused_policies(name: str, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        minimized(name, **options)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", ["ElasticAverageOptimizer", "AGNOptimizer"])
+def test_own_variables_have_no_center(name: str, asynchronous: bool, tmp_path: Any) -> None:
+    """Initialization leaves them alone, exchanges and the elastic term too, and a swapping saver saves themselves."""
+    getter = getattr(contrib_opt, name.replace("Optimizer", "CustomGetter"))("")
+    a, b = (variable(getter, key) for key in ("a", "b"))
+    options = {"parameters": {"b": "local"}, "communication_period": 2, "asynchronous": asynchronous}
+    optimizer = make(name, getter, tf.train.GradientDescentOptimizer(0.5), **options)
+    train = optimizer.minimize(tf.reduce_sum(a) + tf.reduce_sum(b))
+    initialize, saver = optimizer.get_init_op(0), optimizer.swapping_saver()
+    with tf.Session() as session:
+        session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+        session.run(b.assign([7.0, 8.0]))
+        session.run(initialize)
+        assert session.run(b).tolist() == [7.0, 8.0]
+        for _ in range(4):
+            session.run(train)
+        assert session.run(b).tolist() == [5.0, 6.0]
+        path = saver.save(session, str(tmp_path / "saved"))
+        assert tf.train.load_checkpoint(path).get_tensor("b").tolist() == [5.0, 6.0]
+        center = getter.centers[a.ref()]
+        assert tf.train.load_checkpoint(path).get_tensor("a").tolist() == session.run(center).tolist()
+        assert len(getter.centers) == 1
+
+
 def test_a_center_on_the_root_needs_a_getter() -> None:
     with pytest.raises(ValueError, match="`center='root'` needs a AGNCustomGetter"):
         contrib_opt.AGNOptimizer(tf.train.GradientDescentOptimizer(0.5), 1, None, center="root")

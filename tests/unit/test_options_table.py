@@ -164,7 +164,7 @@ class Maker:
         import tensorflow as tf
 
         v1, algorithm = tf.compat.v1, options.pop("algorithm", EASGD())
-        asked = cls
+        asked, shapes = cls, [("w", (2, 2)), ("b", (2,))]
         if cls == "PeriodicOptimizer" and isinstance(algorithm, EASGD | AGN):
             cls = "ElasticAverageOptimizer" if isinstance(algorithm, EASGD) else "AGNOptimizer"
         period = options.pop("period", 4)
@@ -172,7 +172,7 @@ class Maker:
             made = getattr(self.module, cls)
             getter = getattr(self.module, cls.replace("Optimizer", "CustomGetter"))("")
             with v1.variable_scope("", custom_getter=getter):
-                loss = tf.add_n([tf.reduce_sum(v1.get_variable(name, (2,)) ** 2) for name in "wb"])
+                loss = tf.add_n([tf.reduce_sum(v1.get_variable(name, shape) ** 2) for name, shape in shapes])
             wrap = options.pop("wrap", lambda maker, local, model: local)
             local = wrap(self, v1.train.GradientDescentOptimizer(0.1), None)
             if cls == "ModelAverageOptimizer":

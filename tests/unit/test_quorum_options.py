@@ -241,7 +241,7 @@ def test_in_rounds_of_all_sparse_messages_are_as_synchronously(name: str) -> Non
         assert any(error.any() for error in here[1::2])
 
 
-@pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", "topk"])
+@pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", "int2", "topk"])
 def test_what_is_not_sent_is_kept_whoever_takes_part(wire: str) -> None:
     """The center has moved by all that ranks had to say, but for their error memories; who is late keeps its own."""
     compression = Compression.topk(0.25) if wire == "topk" else getattr(Compression, wire)

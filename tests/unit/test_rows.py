@@ -42,6 +42,14 @@ TABLES = {"table": "rows", "deep": "rows"}
 Model = dict[str, Array]
 
 
+class Bounded(EASGD):
+    """Elastic averaging of which it is not known by how much it moves the center."""
+
+    def contraction(self, exchange: object) -> Any:
+        """Return None."""
+        return None
+
+
 def started(dtype: str = "f8") -> Model:
     random = np.random.default_rng(5)
     shapes = {"x": (5,), "table": (ROWS, WIDTH), "y": (2, 2), "deep": (7, 2, 2), "empty": (0, 4)}
@@ -100,6 +108,80 @@ def test_the_dense_exchange_to_the_bit(algorithm: str, way: str, ranks: int, mon
             assert fewer < more
 
 
+@pytest.mark.parametrize("overlap", [0, 1, "period"])
+@pytest.mark.parametrize(("algorithm", "wire", "ranks"), covering(ALGORITHMS, ("fp16", "bf16"), (2, 3), together=1))
+def test_16_bit_wires(
+    algorithm: str, wire: str, ranks: int, overlap: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dense exchange in one hop, to the bit: rows that all ranks round to 0 wait in their residuals."""
+    monkeypatch.setattr("hvd_periodic.wires.encoded.Encoded.forms_sums", lambda *_: False)
+
+    def work(communicator: Communicator, parameters: dict[str, str] | None, compression: Any) -> Any:
+        model, options = started("f4"), {"overlap": overlap, "compression": compression}
+        optimizer = made(model, communicator, algorithm, parameters=parameters, **options)
+        seen = trained(model, optimizer, communicator.rank)
+        state = optimizer.synchronizer.state_dict()["vectors"]["parameters"]
+        unsent = {name: each.tobytes() for name, each in state.get("unsent", {}).items()}
+        return [*seen, unsent], optimizer.synchronizer.counters.bytes_sent
+
+    rows, dense, plain = (
+        run_ranks(ranks, lambda c, of=of: work(c, *of))
+        for of in (
+            (TABLES, getattr(Compression, wire)),
+            (None, getattr(Compression, wire)),
+            (TABLES, Compression.none),
+        )
+    )
+    for (found, bytes_sent), (expected, of_whole), (_, uncompressed) in zip(rows, dense, plain, strict=True):
+        assert found == expected
+        assert bytes_sent < min(of_whole, uncompressed)
+
+
+def test_16_bit_wires_of_other_tensors_take_two_hops() -> None:
+    """Tables stay near the dense exchange, and training resumes to the bit, also from a state of whole tables."""
+
+    def work(communicator: Communicator, parameters: dict[str, str] | None, before: Any) -> Any:
+        rank, model, options = communicator.rank, started("f4"), {"compression": Compression.bf16}
+        optimizer = made(model, communicator, "diloco", parameters=before, **options)
+        trained(model, optimizer, rank, range(1, 8))
+        state, values = optimizer.synchronizer.state_dict(), copy.deepcopy(model)
+        again = made(new := started("f4"), communicator, "diloco", parameters=parameters, **options)
+        for name, x in values.items():
+            new[name][:] = x
+        again.synchronizer.load_state_dict(state)
+        seen = [trained(*of, rank, range(8, 15)) for of in ((model, optimizer), (new, again))]
+        return seen, [np.frombuffer(seen[1][-1][name], "f4") for name in model]
+
+    run = [run_ranks(2, lambda c, of=of: work(c, *of)) for of in ((TABLES, TABLES), (TABLES, None), (None, None))]
+    for ((going_on, resumed), rows), (_, changed), (_, dense) in zip(*run, strict=True):
+        assert going_on == resumed
+        for one, two, three in zip(rows, changed, dense, strict=True):
+            np.testing.assert_allclose(one, three, atol=0.02)
+            np.testing.assert_allclose(two, three, atol=0.02)
+
+
+def test_what_a_wire_rounds_to_zero_waits() -> None:
+    """A row that changes by less than half of the least float16 does not travel until it has gathered more."""
+
+    def work(communicator: Communicator) -> Any:
+        model, sent = {"table": np.zeros((64, 64), "f4")}, []
+        options: dict[str, Any] = {"parameters": "rows", "period": 1, "compression": Compression.fp16}
+        optimizer = PeriodicOptimizer(SGD(1.0), model, Averaging(), process_set=communicator, **options)
+        for _ in range(3):
+            g = np.zeros((64, 64), "f4")
+            g[:32] = -2e-8
+            before = optimizer.synchronizer.counters.bytes_sent
+            optimizer.step({"table": g})
+            sent.append((optimizer.synchronizer.counters.bytes_sent - before, bool(model["table"].any())))
+        return sent
+
+    for sent in run_ranks(2, work):
+        (first, moved), (second, then) = sent[:2]
+        assert not moved
+        assert then, "4e-8 becomes 6e-8"
+        assert second - first == 31 * 64 * 2
+
+
 @pytest.mark.parametrize("bound", [{"max_message_norm": 0.5}, {"max_message_norm": "median"}, {"max_mean_norm": 0.1}])
 @pytest.mark.parametrize("algorithm", ["diloco", "agn average"])
 def test_bounds_on_norms(algorithm: str, bound: dict[str, Any]) -> None:
@@ -152,6 +234,18 @@ def test_a_state_fits_whether_rows_or_whole_tables_travel(before: str) -> None:
         return trained(new, again, rank, range(6, 11)) == expected
 
     assert run_ranks(2, work) == [True] * 2
+
+
+def test_optimizer_state_travels_whole() -> None:
+    """Momentum moves all rows; a table is the first parameter."""
+
+    def work(communicator: Communicator, parameters: dict[str, str] | None) -> Any:
+        rank, model = communicator.rank, dict(reversed(started().items()))
+        options = {"parameters": parameters, "optimizer_state": "average", "process_set": communicator}
+        optimizer = PeriodicOptimizer(SGD(0.1, 0.5), model, Averaging(), PERIOD, **options)
+        return trained(model, optimizer, rank)
+
+    assert run_ranks(2, lambda c: work(c, TABLES)) == run_ranks(2, lambda c: work(c, None))
 
 
 def test_groups_of_ranks() -> None:
@@ -249,10 +343,10 @@ def test_a_warning_if_most_rows_travel(caplog: pytest.LogCaptureFixture) -> None
             {"parameters": {"x": "rows"}},
             "tensors of two axes and more, whose first axis counts the rows. Received: 'x'",
         ),
-        ({"algorithm": EASGD(0.25)}, "'rows' for algorithms that make all replicas equal, so that a row differs only"),
+        ({"algorithm": Bounded(0.25)}, "'rows' for averaging, DiLoCo, SlowMo, BMUF and AGN, which make all replicas"),
         ({"center": "root"}, "can be 'rows' with center='replicated' only"),
         ({"center": "sharded"}, "can be 'rows' with center='replicated' only"),
-        ({"compression": Compression.int8}, "`parameters` that are 'rows' travel without `compression`"),
+        ({"compression": Compression.int8}, "`parameters` that are 'rows' travel with `compression` to 16 bits only"),
         ({"algorithm": AGN(), "asynchronous": True}, "`parameters` is for synchronous exchange"),
     ],
 )

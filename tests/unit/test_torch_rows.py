@@ -48,17 +48,21 @@ def local_of(kind: str, model: Words) -> Any:
         return torch.optim.SGD(model.parameters(), 0.1)
     if kind == "momentum":  # The table goes on in rows without gradients.
         return torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+    if kind == "adagrad":
+        return torch.optim.Adagrad(model.parameters(), 0.1)
     return torch.optim.SparseAdam([model.embedding.weight], 0.05)
 
 
-def made(model: Words, local: Any, communicator: Any, algorithm: str, **options: Any) -> Any:
+def made(model: Words, local: Any, communicator: Any, algorithm: Any, **options: Any) -> Any:
     named = [
         (n, p) for n, p in model.named_parameters() if any(p is q for g in local.param_groups for q in g["params"])
     ]
     if algorithm == "agn":
         options["outer_optimizer"] = lambda groups: torch.optim.SGD(groups, 0.1, momentum=0.9)
     options = {"parameters": POLICIES, "period": PERIOD} | options
-    return hvdp.PeriodicOptimizer(local, named, ALGORITHMS[algorithm](), process_set=communicator, **options)
+    return hvdp.PeriodicOptimizer(
+        local, named, ALGORITHMS.get(algorithm, lambda: algorithm)(), process_set=communicator, **options
+    )
 
 
 def words_of(rank: int, step: int) -> Any:
@@ -88,7 +92,11 @@ def both_ways(work: Callable[[Any, Any], Any], ranks: int = 2) -> Any:
     ("kind", "sparse"),
     [("sgd", True), ("sgd", False), ("momentum", True), ("momentum", False), ("sparse adam", True)],
 )
-@pytest.mark.parametrize("options", [{}, {"overlap": 1}], ids=["", "overlap"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap": 1}, {"overlap": 1, "compression": hvdp.Compression.fp16}],
+    ids=["", "overlap", "fp16"],
+)
 def test_the_dense_exchange_to_the_bit(options: dict[str, Any], kind: str, algorithm: str, sparse: bool) -> None:
     def work(communicator: Any, parameters: Any) -> Any:
         model = Words(sparse)
@@ -99,6 +107,80 @@ def test_the_dense_exchange_to_the_bit(options: dict[str, Any], kind: str, algor
         assert rows == dense
         if kind == "sgd" and not options:
             assert fewer < more
+
+
+@pytest.mark.parametrize("rate", [None, 0.2])
+@pytest.mark.parametrize(("kind", "sparse"), [("sgd", True), ("sgd", False), ("adagrad", False), ("sparse adam", True)])
+@pytest.mark.parametrize("options", [{}, {"overlap": 1}, {"fragments": 2}], ids=["", "overlap", "fragments"])
+def test_elastic_averaging(options: dict[str, Any], kind: str, sparse: bool, rate: float | None) -> None:
+    """The dense exchange within rounding."""
+
+    def work(communicator: Any, parameters: Any) -> Any:
+        model = Words(sparse, torch.float64)
+        algorithm = hvdp.EASGD(rate)
+        given = {} if kind == "sparse adam" and "fragments" in options else options  # It has one parameter.
+        optimizer = made(model, local_of(kind, model), communicator, algorithm, parameters=parameters, **given)
+        return trained(model, optimizer, communicator.rank), optimizer.synchronizer.counters.bytes_sent
+
+    for (rows, fewer), (dense, more) in both_ways(work, 3):
+        for one, other in zip(rows, dense, strict=True):
+            for x, y in zip(one, other, strict=True):
+                torch.testing.assert_close(torch.tensor(x), torch.tensor(y), rtol=0, atol=1e-13)
+        assert fewer < more
+
+
+def test_elastic_averaging_resumes_to_the_bit() -> None:
+    """From a state dict and from a copy, in the middle of a period."""
+
+    def work(communicator: Any) -> Any:
+        rank, model = communicator.rank, Words()
+        optimizer = made(model, local_of("sgd", model), communicator, hvdp.EASGD(0.2))
+        trained(model, optimizer, rank, range(7))
+        state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+        assert f"untouched_sums.{rank}.2" in optimizer.synchronizer.state_dict()["vectors"]["parameters"]
+        expected = trained(model, optimizer, rank, range(7, 14))
+        again = Words()
+        other = made(again, local_of("sgd", again), communicator, hvdp.EASGD(0.2))
+        again.load_state_dict(weights)
+        other.load_state_dict(state)
+        return trained(again, other, rank, range(7, 14)) == expected
+
+    assert run_ranks(2, work) == [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("local", "text"),
+    [
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "SGD with momentum=0.9"),
+        (lambda p: torch.optim.Adagrad(p, weight_decay=0.1), "Adagrad with weight_decay=0.1"),
+        (torch.optim.AdamW, "AdamW, which moves all rows, or is not known to leave them alone"),
+    ],
+)
+def test_optimizers_that_move_all_rows_are_refused_in_elastic_averaging(local: Any, text: str) -> None:
+    """They are not if they do so to other parameters alone."""
+
+    def work(communicator: Any) -> None:
+        model = Words()
+        made(model, local(model.parameters()), communicator, hvdp.EASGD(0.2))
+
+    for kind, message in errors(2, work):
+        assert kind is ValueError
+        assert text in message
+
+    def in_groups(communicator: Any) -> None:
+        model = Words()
+        groups = [
+            {"params": model.layer.parameters(), "momentum": 0.9},
+            {"params": model.embedding.parameters()},
+        ]
+        optimizer = made(model, torch.optim.SGD(groups, 0.1), communicator, hvdp.EASGD(0.2))
+        trained(model, optimizer, communicator.rank, range(4))
+        optimizer.param_groups[1]["weight_decay"] = 0.5
+        trained(model, optimizer, communicator.rank, range(4, 8))
+
+    for kind, message in errors(2, in_groups):
+        assert kind is RuntimeError
+        assert "SGD with weight_decay=0.5" in message
 
 
 @pytest.mark.parametrize("algorithm", ["average", "diloco", "agn"])

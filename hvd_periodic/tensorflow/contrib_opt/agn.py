@@ -88,8 +88,9 @@ class AGNOptimizer(InitializedByTask):
         def add() -> Assigned:
             before = len(graph.get_operations())
             for gradient, variable in present:
-                accumulator = self._getter.companions[variable.ref()]
-                self._algorithm.local(TensorSpace(), variable, gradient, {"gradient": accumulator})
+                accumulator = self._getter.companions.get(variable.ref())
+                if accumulator is not None:
+                    self._algorithm.local(TensorSpace(), variable, gradient, {"gradient": accumulator})
             return graph.get_operations()[before:]
 
         counted = tf.function(count, autograph=False)(*(gradient for gradient, _ in present))

@@ -46,6 +46,7 @@ class CustomGetter:
         self.centers: dict[Any, tf.Variable] = {}
         self.companions: dict[Any, tf.Variable] = {}
         self.vectors: dict[tuple[Any, str], tf.Variable] = {}
+        self.own: set[Any] = set()
         self.statistics: list[Any] = []
 
     def __call__(
@@ -100,7 +101,9 @@ class CustomGetter:
         return [v for v in graph.get_collection(_COLLECTIONS.GLOBAL_VARIABLES) if v.ref() not in of_optimizers]
 
     def is_anothers(self, variable: Any) -> bool:
-        """Return whether a variable is known to be the replica of another optimizer."""
+        """Return whether a variable is this rank's own, or known to be the replica of another optimizer."""
+        if variable.ref() in self.own:
+            return True
         replicas = variable.graph.get_collection(_REPLICAS)
         return variable.ref() not in self.centers and any(variable is replica for replica in replicas)
 
@@ -118,9 +121,22 @@ class CustomGetter:
             )
         return self.vectors[local.ref(), key]
 
+    def keep_out(self, own: Iterable[Any], following: Iterable[Any]) -> None:
+        """Forget the centers of variables that are not exchanged, and companions where the algorithm does not act.
+
+        Args:
+            own: variables that are this rank's own.
+            following: variables that take the root's values.
+        """
+        self.own |= {variable.ref() for variable in own}
+        for reference in self.own:
+            self.centers.pop(reference, None)
+        for reference in (*self.own, *(variable.ref() for variable in following)):
+            self.companions.pop(reference, None)
+
     def accompany(self, local: Any) -> None:
-        """Create the center and companion of a local replica, unless they exist."""
-        if local.ref() in self.centers:
+        """Create the center and companion of a local replica, unless they exist or it has none."""
+        if local.ref() in self.centers or local.ref() in self.own:
             return
         tf.compat.v1.add_to_collection(_REPLICAS, local)
         name = f"{GLOBAL_VARIABLE_NAME}/{{}}"

@@ -93,6 +93,8 @@ class Initialization:
         """Set centers to the replicas; a script may have restored only these, for example for fine-tuning."""
         assigned: Assigned = []
         for variable in variables:
+            if variable.ref() in self._getter.own:
+                continue
             center = self._getter.centers[variable.ref()]
             value = tf.cast(value_of(variable), center.dtype.base_dtype)
             assigned += [center.assign(value), *self._start_companion(variable.ref(), value)]

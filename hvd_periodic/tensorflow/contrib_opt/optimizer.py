@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from inspect import isfunction
 from typing import Any
 
@@ -11,11 +13,13 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.algorithms.easgd import BETA
+from hvd_periodic.buffers import AVERAGE, BROADCAST, LOCAL
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.keras.model import NamedVariables
 from hvd_periodic.options import of_exchange
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.sync.synchronizer import Exchangers
+from hvd_periodic.sync.tensor_groups import FROM_ROOT
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, communicator_of
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1, nothing
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
@@ -32,7 +36,7 @@ from hvd_periodic.tensorflow.contrib_opt.replica import (
     GraphReplica,
     HostCenterOptimizer,
 )
-from hvd_periodic.tensorflow.contrib_opt.request import Request, spelled_as
+from hvd_periodic.tensorflow.contrib_opt.request import PARAMETERS, Request, spelled_as
 from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT, SessionStartup, initialize_with
 from hvd_periodic.tensorflow.contrib_opt.step_end import StepEnd
 from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurns, Turn
@@ -94,9 +98,22 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Pairs:
         """Return the (gradient, variable) pairs of the wrapped optimizer, which gets these arguments."""
         pairs = self._warmup.compute_gradients(*args, **kwargs)
+        with suppress(ValueError):  # Of a policy that apply_gradients() refuses, on all ranks.
+            self._participation(trained_by(pairs))
         if self._without_getter:
             self._getter.adopt(trained_by(pairs))
         return pairs
+
+    def _participation(self, variables: Sequence[Any]) -> dict[str, str]:
+        """Return the policies of variables by name; forget the centers and companions that some do not need."""
+        given, names = self._options["parameters"], [variable.op.name for variable in variables]
+        found = {
+            name: PARAMETERS.policy_of(given, name, variable) or AVERAGE
+            for name, variable in zip(names, variables, strict=True)
+        }
+        of_policy = {policy: [v for v in variables if found[v.op.name] == policy] for policy in (LOCAL, BROADCAST)}
+        self._getter.keep_out(of_policy[LOCAL], of_policy[BROADCAST])
+        return found
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> tf.Operation:
         """Return the operation that takes one local step and, every period, exchanges.
@@ -121,7 +138,10 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                     "apply_gradients() after get_init_op(): the init op would miss variables that are created here. "
                     "Call get_init_op() last"
                 )
-            pairs = checked(grads_and_vars, self._getter, self._without_getter)
+            given = list(grads_and_vars)
+            trained = [pair[1] for pair in given if isinstance(pair, (tuple, list)) and hasattr(pair[-1], "op")]
+            self._participation(trained)
+            pairs = checked(given, self._getter, self._without_getter)
             self._require_global_step(global_step)
             with spelled_as(type(self).__name__), tf.device(None), self._getter.paused():
                 return pairs, self._synchronizer(trained_by(pairs), prefix)
@@ -174,7 +194,14 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
 
         if not self._without_getter:
             return update(), True
-        own = [*self.variables(), *self._getter.made(), *self._counters.made]
+        slots = {
+            self.get_slot(v, name).ref()
+            for _, v in pairs
+            for name in self.get_slot_names()
+            if v.ref() in self._getter.own and self.get_slot(v, name) is not None
+        }
+        shared = [variable for variable in self.variables() if variable.ref() not in slots]
+        own = [*shared, *self._getter.made(), *self._counters.made]
         with tf.control_dependencies([gradient for gradient, _ in with_gradient(pairs)]), control_flow_v1():
             start = SessionStartup(synchronizer, turn, self._getter, own, self._counters.first)
             replaced = start.replaced(lambda: self._initialization.start_centers(trained_by(pairs)))
@@ -325,16 +352,27 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         }
 
     def _synchronizer(self, variables: Sequence[Any], prefix: str) -> VariableSynchronizer:
-        references = [reference_of(variable, self._getter) for variable in variables]
+        policies = self._participation(variables)
+        known = [reference.deref().op.name for reference in (*self._getter.centers, *self._getter.own)]
+        PARAMETERS.check_patterns(self._options["parameters"], [*dict.fromkeys([*policies, *known])])
+        positions = [i for i, variable in enumerate(variables) if policies[variable.op.name] == AVERAGE]
+        references = [reference_of(variables[i], self._getter) for i in positions]
+        following = [v for v in variables if policies[v.op.name] == BROADCAST and math.prod(v.shape)]
         named = NamedVariables(
-            [(variable.op.name, variable) for variable in variables],
+            [(variables[i].op.name, variables[i]) for i in positions],
             averaged=[(v.op.name, v) for v in self._getter.statistics] if self._options["buffers"] == "average" else [],
+            following=[(v.op.name, v) for v in following],
+            trained=len(variables),
+            positions=positions if len(positions) < len(variables) else None,
+            keeps_own=LOCAL in policies.values(),
         )
         if self._moving is not None and self._center_optimizer is None:
             made = HostCenterOptimizer if self._asynchronous else CenterOptimizer
             self._center_optimizer = made(self._moving)
         local = plain(self._opt)
-        replica = GraphReplica(named, self._vectors(references), self._counters.new_variable)
+        vectors = self._vectors(references)
+        vectors[f"{FROM_ROOT}.center"] = [self._getter.centers[variable.ref()] for variable in following]
+        replica = GraphReplica(named, vectors, self._counters.new_variable)
         moved = self._center_optimizer
         synchronizer = VariableSynchronizer(
             self._counters.new_variable,
@@ -347,7 +385,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             asynchronous=self._asynchronous,
             use_locking=self._use_locking,
             outer=None if moved is None else GraphOuterOptimizer(moved, named.parameters, replica.values),
-            rates=SessionRates(local, len(variables)) if self._algorithm.uses_learning_rate else None,
+            rates=SessionRates(local, len(positions)) if self._algorithm.uses_learning_rate else None,
             learning_rate=lambda: learning_rate_of(local),
             exchangers=Exchangers(SessionSynchronous, SessionAsynchronous, SessionOverlapped),
             **of_exchange(self._options),
@@ -361,6 +399,8 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         else:
             exchanger.advice = _HOW_TO_START[self._without_getter]
             for group in synchronizer.tensor_groups.statistics:
+                if group.name == FROM_ROOT:  # These start as the parameters do.
+                    continue
                 pairs = zip(group.center.tensors(), group.values.tensors(), strict=True)
                 self._initialization.buffer_centers += pairs
         return synchronizer

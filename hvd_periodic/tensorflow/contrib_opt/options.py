@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypedDict
 
+from hvd_periodic.buffers import Policies
 from hvd_periodic.options import PathLike, WeightLike
 from hvd_periodic.wires.compression import Compression
 
@@ -12,6 +13,10 @@ class SessionOptions(TypedDict, total=False):
     """Options of the optimizers for sessions; they mean the same as in :class:`~hvd_periodic.options.ExchangeOptions`.
 
     Attributes:
+        parameters: policies for the trained variables, by patterns of their names (``variable.op.name``), or a function
+            (name, variable). ``"average"``, the default: the algorithm exchanges them; ``"broadcast"``: at every
+            exchange all ranks take the values of rank 0; ``"local"``: every rank trains its own, which has no center,
+            and which no initialization sets; ``hvd.broadcast_global_variables(0)`` of a script does.
         buffers: ``"average"``: every exchange sets the getter's non-trainable variables, such as the moving averages of
             batch normalization, to their mean over ranks; ``"local"``: exchanges do not change them.
         process_set: the Horovod process set that exchanges. Default: all ranks.
@@ -35,6 +40,7 @@ class SessionOptions(TypedDict, total=False):
             ends. None: in memory only.
     """
 
+    parameters: Annotated[Policies, None]
     buffers: Annotated[str, "average"]
     process_set: Annotated[Any, None]
     center: Annotated[str, "replicated"]

@@ -42,7 +42,8 @@ def checked(grads_and_vars: Iterable[Any], getter: CustomGetter, without_getter:
     if without_getter:
         getter.adopt(trained)
     for variable in trained if without_getter else [variable for _, variable in pairs]:
-        reference_of(variable, getter)
+        if variable.ref() not in getter.own:
+            reference_of(variable, getter)
     return pairs
 
 
