@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,13 @@ class TensorCoding(Coding[torch.Tensor]):
 
     def constant(self, values: Any, other: torch.Tensor) -> torch.Tensor:
         """Return numbers as float32, on the device of ``other``."""
-        return torch.as_tensor(values, dtype=torch.float32, device=other.device)
+        numbers = np.asarray(values, np.float32)
+        most = numbers.flat[0]
+        # Filled on the device: to copy from host memory makes the host wait. Few differ from the first.
+        found = torch.full(numbers.shape, float(most), dtype=torch.float32, device=other.device)
+        for i in np.flatnonzero(numbers != most):
+            found.view(-1)[int(i)].fill_(float(numbers.flat[i]))
+        return found
 
     def max_abs(self, x: torch.Tensor) -> torch.Tensor:
         """Return the largest magnitude of every row."""
@@ -130,7 +137,7 @@ class TensorCoding(Coding[torch.Tensor]):
 
     def looked_up(self, table: np.ndarray[Any, Any], x: torch.Tensor) -> torch.Tensor:
         """Return the numbers of one entry of the table for every byte."""
-        entries = torch.from_numpy(table).to(x.device)
+        entries = _entries(table.tobytes(), table.dtype.str, x.device)
         return entries.index_select(0, x.reshape(-1).int()).view(torch.float32).reshape(*x.shape[:-1], -1)
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -167,3 +174,9 @@ class TensorCoding(Coding[torch.Tensor]):
     def scattered(self, values: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
         """Return rows of zeros with these values at these indices."""
         return values.new_zeros(values.shape[0], length).scatter_(1, places.long(), values)
+
+
+@lru_cache
+def _entries(table: bytes, kind: str, device: torch.device) -> torch.Tensor:
+    """Return a table on a device; kept there, as to copy it makes the host wait."""
+    return torch.from_numpy(np.frombuffer(table, kind).copy()).to(device)
