@@ -1,16 +1,17 @@
-"""The state of a torch rendezvous in its store: signed, read without running code, and judged by this host's clock.
+"""The state of a torch rendezvous in its store: signed, read without running code, and independent of hosts' clocks.
 
 torch keeps who takes part in one value in a store, pickled, with the times of the workers' last signs of life by the
 clocks of their hosts. What is between torch and the store here:
 
 - signs every value with the secret of the job, and unpickles nothing but the classes of such a state;
-- replaces the times of others by those at which this process has first seen them, by its own clock: clocks of hosts may
-  differ, and a worker whose time does not change for long counts as dead;
+- counts signs of life in keys of their own, one per worker. A worker whose count does not change for long, by the clock
+  of who looks, counts as dead; and the value changes only if the workers do, however many there are;
 - remembers what the state says about this process and the others, for whoever waits for them.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import hmac
 import io
@@ -18,11 +19,10 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from torch.distributed import Store
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 _OF_STATES = {
@@ -46,36 +46,24 @@ class View:
     """What this process knows of the rendezvous.
 
     Attributes:
+        own: how the state names this process.
         round: the latest complete round in which this process takes part; -1 before the first.
         members: the workers of that round.
         lost: whether a worker of that round has left it, or is dead: nobody can exchange in it any more.
         waiting: whether workers wait for the next round.
-        taking_part: number of workers in the current round, which may be incomplete.
+        taking_part: number of workers in the current round, which may be incomplete, with this one.
     """
 
+    own: str = ""
     round: int = -1
     members: frozenset[str] = frozenset()
     lost: bool = False
     waiting: bool = False
-    taking_part: int = 0
+    taking_part: int = 1
 
 
-@dataclass
-class _Times:
-    """Times of other hosts by this host's clock, and back.
-
-    Attributes:
-        seen: for each key, the time as it was read, and when this process first saw it, by the monotonic clock.
-    """
-
-    seen: dict[str, tuple[datetime, float]] = field(default_factory=dict)
-
-    def here(self, key: str, there: datetime, ahead: float = 0.0) -> datetime:
-        """Return by this host's clock a time that another one has written, ``ahead`` seconds before which it was."""
-        now = time.monotonic()
-        if key not in self.seen or self.seen[key][0] != there:
-            self.seen[key] = there, now
-        return datetime.now(timezone.utc) + timedelta(seconds=ahead - (now - self.seen[key][1]))
+_NEVER = datetime.min.replace(tzinfo=UTC)
+"""In place of the time of a sign of life, in the store."""
 
 
 class RendezvousState(C10dRendezvousBackend):
@@ -91,12 +79,15 @@ class RendezvousState(C10dRendezvousBackend):
     """
 
     def __init__(
-        self, store: Store, job: str, secret: bytes, own: str, last_call: float, told: Callable[[View], None]
+        self, store: Any, job: str, secret: bytes, own: str, last_call: float, told: Callable[[View], None]
     ) -> None:
-        self.view = View()
+        self.view = View(own)
         self._secret, self._own, self._last_call, self._told = secret, own, last_call, told
-        self._times = _Times()
-        self._written: dict[str, tuple[datetime, datetime]] = {}
+        self._beats = f"hvd_periodic.{job}.beats."
+        self._seen: dict[str, tuple[Any, float]] = {}
+        self._own_sign = _NEVER
+        self._deadline: tuple[datetime | None, datetime | None] = None, None
+        self._stored: dict[str, Any] = {}
         self._lock = threading.RLock()  # Signs of life come from another thread.
         super().__init__(store, job)
 
@@ -109,22 +100,29 @@ class RendezvousState(C10dRendezvousBackend):
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Set the state unless it has changed since the token; return the state, its token, and whether it was set."""
         with self._lock:
-            found = super().set_state(self._signed(state), token)
+            wanted = pickle.loads(state)  # Pickled by this process.
+            self._prepare(wanted)
+            if token and vars(wanted) == self._stored:  # There was nothing but a sign of life.
+                now = self.get_state()
+                return now and (*now, True)
+            data = pickle.dumps(wanted)
+            found = super().set_state(self.sign(data) + data, token)
             return found and (self._received(found[0]), *found[1:])
 
     def sign(self, data: bytes) -> bytes:
         """Return the signature of some bytes."""
         return hmac.digest(self._secret, data, "sha256")
 
-    def _signed(self, state: bytes) -> bytes:
-        """Return a state with the times that others have written, after its signature."""
-        found = pickle.loads(state)  # Pickled by this process.
-        for node, stamp in found.last_heartbeats.items():
-            found.last_heartbeats[node] = self._as_written(node.addr, stamp)
-        if found.deadline is not None:
-            found.deadline = self._as_written("", found.deadline)
-        data = pickle.dumps(found)
-        return self.sign(data) + data
+    def _prepare(self, state: Any) -> None:
+        """Count this process's sign of life, if the state has a new one; replace times as they are in the store."""
+        sign = state.last_heartbeats.get(self._node(state), self._own_sign)
+        if sign != self._own_sign:
+            self._call_store("add", self._beats + self._own, 1)
+            self._own_sign = sign
+        state.last_heartbeats = dict.fromkeys(state.last_heartbeats, _NEVER)
+        here, there = self._deadline
+        if state.deadline is not None and state.deadline == here:
+            state.deadline = there
 
     def _received(self, signed: bytes) -> bytes:
         """Return a state by this host's clock; remember what it says."""
@@ -132,33 +130,39 @@ class RendezvousState(C10dRendezvousBackend):
         if not hmac.compare_digest(digest, self.sign(data)):
             raise OtherSecretError
         state = _StateUnpickler(io.BytesIO(data)).load()
-        self._written = {}
-        for node, stamp in state.last_heartbeats.items():
-            if node.addr != self._own:
-                state.last_heartbeats[node] = self._read(node.addr, stamp)
+        self._stored = copy.deepcopy(vars(state))
+        nodes = list(state.last_heartbeats)
+        counts = self._call_store("multi_get", [self._beats + node.addr for node in nodes]) if nodes else []
+        for node, count in zip(nodes, counts, strict=True):
+            state.last_heartbeats[node] = self._own_sign if node.addr == self._own else self._here(node.addr, count)
         if state.deadline is not None:
-            state.deadline = self._read("", state.deadline, self._last_call)
+            there = state.deadline
+            state.deadline = self._here("", there) + timedelta(seconds=self._last_call)
+            self._deadline = state.deadline, there
         self._look_at(state)
         return pickle.dumps(state)
 
-    def _read(self, key: str, there: datetime, ahead: float = 0.0) -> datetime:
-        here = self._times.here(key, there, ahead)
-        self._written[key] = here, there
-        return here
+    def _here(self, key: str, value: Any) -> datetime:
+        """Return the time by this host's clock at which this process first saw the value of a key."""
+        now = time.monotonic()
+        known, since = self._seen.get(key, (None, now))
+        if known != value:
+            self._seen[key] = value, now
+            since = now
+        return datetime.now(UTC) - timedelta(seconds=now - since)
 
-    def _as_written(self, key: str, here: datetime) -> datetime:
-        """Return the time as it was read, unless this process has set it since."""
-        given, there = self._written.get(key, (None, here))
-        return there if given == here else here
+    def _node(self, state: Any) -> Any:
+        """Return this process among the nodes of a state; None if it is none of them."""
+        return next((node for node in state.last_heartbeats if node.addr == self._own), None)
 
     def _look_at(self, state: Any) -> None:
         """Update the view."""
         known = self.view
         current = frozenset(node.addr for node in state.participants)
         if state.complete and self._own in current and state.round != known.round:
-            known = View(state.round, current)
+            known = View(self._own, state.round, current)
         lost = state.round != known.round or not known.members <= current
-        self.view = View(known.round, known.members, lost, bool(state.wait_list), len(current))
+        self.view = View(self._own, known.round, known.members, lost, bool(state.wait_list), len(current | {self._own}))
         self._told(self.view)
 
 

@@ -1,8 +1,8 @@
 """Elastic jobs over torch.distributed, whose members the rendezvous of torch's own elastic launcher decides on.
 
 The rendezvous is used in the processes that train, without its launcher, which would start processes again. It decides
-by compare-and-set on one value in a store, so that there is no protocol here. torchft's lighthouse was the other choice:
-it decides at every step, needs a server and a package of its own, and knows no store.
+by compare-and-set on one value in a store, so that there is no protocol here. The other choice, torchft's lighthouse,
+needs a package of its own with a server, and decides before every step; here, ranks rarely change.
 
 A round of the rendezvous has ranks, a process group, and keys in the store of its own. What a process sends in a round
 reaches only processes in the same round.
@@ -152,7 +152,8 @@ class TorchRendezvous(ElasticJob):
         """Return a connection to the store."""
         settings = self._settings
         host = settings.host.strip("[]")
-        return dist.TCPStore(host, settings.port, is_master=False, timeout=_CONNECTING, wait_for_workers=False)
+        connect: Any = dist.TCPStore  # type: ignore[attr-defined]  # Not in builds without torch.distributed.
+        return connect(host, settings.port, is_master=False, timeout=_CONNECTING, wait_for_workers=False)
 
     def _check_fingerprint(self, store: Any, state: State, secret: bytes) -> None:
         """Raise a ValueError if the first worker of the job has another model, algorithm, version or secret."""
@@ -180,7 +181,8 @@ class TorchRendezvous(ElasticJob):
             before = self._view.round
             found = self._handler.next_rendezvous()
             self._missed |= before >= 0 and self._view.round != before + 1
-            open_world(found.store, found.rank, found.world_size, self._settings.one_host)
+            ranks = sorted(self._view.members)  # torch leaves out those that have died since the round was complete.
+            open_world(found.store, ranks.index(self._view.own), len(ranks), self._settings.one_host)
         self._rounds += 1
 
     def _end_waits(self, view: View) -> None:
@@ -205,28 +207,29 @@ class TorchRendezvous(ElasticJob):
         place = f"{settings.host}:{settings.port}"
         try:
             yield
-        except OtherSecretError as error:
+        except OtherSecretError:
             raise ValueError(
                 f"Job {settings.job!r} at {place} has another secret than this worker: set the same {SECRET} for all "
                 f"workers; or, for another job, another name in {JOB}"
-            ) from error
-        except RendezvousTimeoutError as error:
+            ) from None
+        except RendezvousTimeoutError:
             raise TimeoutError(
                 f"{self._view.taking_part} of at least {settings.minimum} workers have come to {place} in "
                 f"{settings.join_seconds:g} s: start more, or lower the minimum in {RANKS}"
-            ) from error
-        except RendezvousClosedError as error:
+            ) from None
+        except RendezvousClosedError:
             raise JobOverError(
                 f"Job {settings.job!r} at {place} is over: for another job, start the rendezvous again, or set another "
                 f"name in {JOB}"
-            ) from error
+            ) from None
         except dist.DistStoreError as error:
             raise RanksLostError(f"A process was lost while all ranks met: {error}") from error
         except (RendezvousConnectionError, dist.DistError) as error:
+            reason = error.__cause__ or error
             raise ConnectionError(
                 f"The rendezvous at {place} cannot be reached, without which no rank can join or be lost: start it "
-                f"with hvdp rendezvous --port {settings.port} on {settings.host}, before the workers. {error}"
-            ) from error
+                f"with hvdp rendezvous --port {settings.port} on {settings.host}, before the workers. {reason}"
+            ) from None
 
 
 class JobOverError(RuntimeError):

@@ -26,7 +26,6 @@ from hvd_periodic.torch.resharding import resharded
 from hvd_periodic.torch.saved import map_tensors
 from hvd_periodic.torch.synchronizer import Synchronizer
 
-
 T = TypeVar("T")
 
 

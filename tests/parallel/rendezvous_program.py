@@ -23,17 +23,18 @@ from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, SIZE, targe
 from tests.parallel.rendezvous_scenarios import SCENARIOS, Scenario
 
 
-def happen(scenario: Scenario, step: int, number: int) -> None:
+def happen(scenario: Scenario, step: int, state: Any) -> None:
     """Let happen to this process what is to happen before a step."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    if step == scenario.step and size == scenario.workers and rank == size - 1 and scenario.what and once("happened"):
+    happened = (FOLDER / "victim").exists()
+    if step == scenario.step and size == scenario.workers and rank == size - 1 and once("victim"):
         (FOLDER / "victim").write_text(str(os.getpid()))
         if scenario.what == "kill":
             die()
         os.kill(os.getpid(), signal.SIGSTOP)
-    if step == scenario.wait_step and size == scenario.wait_size and once(f"wait.{rank}"):
-        (FOLDER / "others").touch()
-        while not (FOLDER / "arrived").exists():
+    late = step == scenario.step - 2 and size < scenario.workers and not happened  # At the start, or at the exchange.
+    if late or (step == scenario.wait_step and size == scenario.wait_size and once(f"wait.{rank}")):
+        while not state.job._state.view.waiting:
             time.sleep(0.05)
 
 
@@ -46,12 +47,16 @@ def main(scenario: Scenario, number: int) -> None:
     optimizer = hvdp.PeriodicOptimizer(local, model, algorithm(), PERIOD, center=scenario.center)
     state = hvdp.elastic.State(model, optimizer, commit="exchange", batch=0)
 
+    (FOLDER / f"here.{number}").touch()
+    while not all((FOLDER / f"here.{other}").exists() for other in range(scenario.workers)):
+        time.sleep(0.05)
+
     @hvdp.elastic.run
     def train(state: Any) -> str:
         begin(dist.get_rank(), dist.get_world_size(), optimizer.synchronizer.local_steps)
         while state.batch < scenario.steps:
             step = state.batch
-            happen(scenario, step, number)
+            happen(scenario, step, state)
             model.x.grad = model.x.detach() - torch.tensor(target(dist.get_rank(), step), dtype=torch.float64)
             state.batch += 1
             optimizer.step()

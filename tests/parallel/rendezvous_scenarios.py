@@ -13,9 +13,9 @@ class Scenario:
         algorithm: of its exchanges.
         center: where it lives.
         workers: at the start.
-        what: happens to the last rank, once: ``kill``, ``stop``; or nothing.
+        what: happens to the last rank, once: ``kill`` or ``stop``.
         step: local steps before it.
-        wait_step: local steps before which ranks wait until another worker is there, which starts then.
+        wait_step: local steps before which ranks wait until another worker waits to take part.
         wait_size: their number.
         steps: local steps in all.
     """
@@ -23,7 +23,7 @@ class Scenario:
     algorithm: str
     center: str = "replicated"
     workers: int = 3
-    what: str = ""
+    what: str = "kill"
     step: int = 9
     wait_step: int = 13
     wait_size: int = 2
@@ -31,7 +31,7 @@ class Scenario:
 
 
 SCENARIOS = {
-    "killed, and another joins": Scenario("easgd", "sharded", what="kill"),
-    "killed, on the root": Scenario("diloco", "root", what="kill"),
+    "killed, and another joins": Scenario("easgd", "sharded"),
+    "killed, on the root": Scenario("diloco", "root"),
     "stopped, and joins again": Scenario("agn", "replicated", what="stop"),
 }
