@@ -74,15 +74,25 @@ class RendezvousState(C10dRendezvousBackend):
         job: name of the job.
         secret: the key of signatures.
         own: how the state names this process.
-        last_call: seconds that a round stays open once the minimum of workers is there.
+        last_call: seconds that a round stays open once the minimum of workers is there, and nobody else is expected.
+        lost_seconds: seconds without a sign of life after which a worker counts as lost.
         told: called with the view after every access.
     """
 
     def __init__(
-        self, store: Any, job: str, secret: bytes, own: str, last_call: float, told: Callable[[View], None]
+        self,
+        store: Any,
+        job: str,
+        secret: bytes,
+        own: str,
+        last_call: float,
+        lost_seconds: float,
+        told: Callable[[View], None],
     ) -> None:
         self.view = View(own)
-        self._secret, self._own, self._last_call, self._told = secret, own, last_call, told
+        self._secret, self._own, self._told = secret, own, told
+        self._last_call, self._lost = timedelta(seconds=last_call), timedelta(seconds=lost_seconds)
+        self._former: tuple[int, frozenset[str]] = -1, frozenset()
         self._beats = f"hvd_periodic.{job}.beats."
         self._seen: dict[str, tuple[Any, float]] = {}
         self._own_sign = _NEVER
@@ -90,6 +100,7 @@ class RendezvousState(C10dRendezvousBackend):
         self._stored: dict[str, Any] = {}
         self._lock = threading.RLock()  # Signs of life come from another thread.
         super().__init__(store, job)
+        self._call_store("add", self._beats + own, 0)  # A store waits for a key that it does not have.
 
     def get_state(self) -> tuple[bytes, Any] | None:
         """Return the state and its token; None if there is none."""
@@ -131,16 +142,25 @@ class RendezvousState(C10dRendezvousBackend):
             raise OtherSecretError
         state = _StateUnpickler(io.BytesIO(data)).load()
         self._stored = copy.deepcopy(vars(state))
-        nodes = list(state.last_heartbeats)
-        counts = self._call_store("multi_get", [self._beats + node.addr for node in nodes]) if nodes else []
-        for node, count in zip(nodes, counts, strict=True):
-            state.last_heartbeats[node] = self._own_sign if node.addr == self._own else self._here(node.addr, count)
-        if state.deadline is not None:
-            there = state.deadline
-            state.deadline = self._here("", there) + timedelta(seconds=self._last_call)
-            self._deadline = state.deadline, there
         self._look_at(state)
+        signs = self._signs(state)
+        state.last_heartbeats = {node: signs[node.addr] for node in state.last_heartbeats}
+        if state.deadline is not None:
+            there, now = state.deadline, datetime.now(UTC)
+            arrived = {node.addr for node in state.participants}
+            expected = [worker for worker in self._former[1] - arrived if now - signs[worker] < self._lost]
+            first_seen = self._here("", there)
+            state.deadline = (now if expected or state.wait_list else first_seen) + self._last_call
+            self._deadline = state.deadline, there
+        self._told(self.view)
         return pickle.dumps(state)
+
+    def _signs(self, state: Any) -> dict[str, datetime]:
+        """Return the last signs of life of the workers in a state and in the former round."""
+        workers = sorted({node.addr for node in state.last_heartbeats} | self._former[1])
+        counts = self._call_store("multi_get", [self._beats + worker for worker in workers]) if workers else []
+        signs = {worker: self._here(worker, count) for worker, count in zip(workers, counts, strict=True)}
+        return signs | {self._own: self._own_sign}
 
     def _here(self, key: str, value: Any) -> datetime:
         """Return the time by this host's clock at which this process first saw the value of a key."""
@@ -156,14 +176,15 @@ class RendezvousState(C10dRendezvousBackend):
         return next((node for node in state.last_heartbeats if node.addr == self._own), None)
 
     def _look_at(self, state: Any) -> None:
-        """Update the view."""
+        """Update the view, and the workers of the latest complete round, which are expected in the next."""
         known = self.view
         current = frozenset(node.addr for node in state.participants)
+        if state.complete:
+            self._former = state.round, current | (self._former[1] if self._former[0] == state.round else frozenset())
         if state.complete and self._own in current and state.round != known.round:
             known = View(self._own, state.round, current)
         lost = state.round != known.round or not known.members <= current
         self.view = View(self._own, known.round, known.members, lost, bool(state.wait_list), len(current | {self._own}))
-        self._told(self.view)
 
 
 class _StateUnpickler(pickle.Unpickler):

@@ -337,6 +337,7 @@ def close_world() -> None:
     _elastic.world = None
     if dist.is_initialized():
         dist.destroy_process_group()
+    _c10d._world.group_count = 0  # Names of groups count them, also those that could not be created.
 
 
 _registered: dict[tuple[int, ...], tuple[Any, Any]] = {}

@@ -39,7 +39,7 @@ _CONNECTING = timedelta(seconds=5)
 """Within which a store answers."""
 
 _LAST_CALL = 2.0
-"""Seconds that a round stays open once the minimum of workers is there: they look about once a second."""
+"""Seconds that a round stays open once the minimum of workers is there, and nobody else is expected."""
 
 _BEATS = 10
 """Signs of life within the seconds after which a worker counts as lost."""
@@ -130,7 +130,9 @@ class TorchRendezvous(ElasticJob):
             own = f"{ticket:09d}.{socket.gethostname()}"
             secret = settings.secret.encode()
             self._check_fingerprint(mine, state, secret)
-            self._state = RendezvousState(mine, settings.job, secret, own, _LAST_CALL, self._end_waits)
+            self._state = RendezvousState(
+                mine, settings.job, secret, own, _LAST_CALL, settings.lost_seconds, self._end_waits
+            )
             seconds = timedelta(seconds=settings.join_seconds)
             self._handler = DynamicRendezvousHandler.from_backend(
                 settings.job,

@@ -33,7 +33,8 @@ def happen(scenario: Scenario, step: int, state: Any) -> None:
             die()
         os.kill(os.getpid(), signal.SIGSTOP)
     late = step == scenario.step - 2 and size < scenario.workers and not happened  # At the start, or at the exchange.
-    if late or (step == scenario.wait_step and size == scenario.wait_size and once(f"wait.{rank}")):
+    again = happened and step == scenario.wait_step and size == scenario.wait_size
+    if late or (again and once(f"wait.{rank}")):
         while not state.job._state.view.waiting:
             time.sleep(0.05)
 

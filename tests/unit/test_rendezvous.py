@@ -160,7 +160,7 @@ ONE, OTHER = _NodeDesc("one", 1, 0), _NodeDesc("other", 1, 0)
 
 def state_of(port: int, job: str, own: str, secret: bytes = b"") -> RendezvousState:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    return RendezvousState(store, job, secret, own, 2.0, lambda view: None)
+    return RendezvousState(store, job, secret, own, 2.0, 1.0, lambda view: None)
 
 
 def written(change: Callable[[Any], None]) -> bytes:
@@ -193,13 +193,14 @@ def test_the_clock_of_another_host_does_not_matter(port: int, hours: int) -> Non
         state.deadline = there
 
     def age() -> timedelta:
-        return datetime.now(UTC) - read(one).last_heartbeats[OTHER]
+        found: datetime = read(one).last_heartbeats[OTHER]
+        return datetime.now(UTC) - found
 
     _, token, done = set_of(other, written(beat))
     assert done
     assert timedelta(0) <= age() < timedelta(seconds=1)
     found = read(one)
-    assert timedelta(seconds=1) < found.deadline - datetime.now(UTC) <= timedelta(seconds=2)
+    assert timedelta(0) < found.deadline - datetime.now(UTC) <= timedelta(seconds=2)
     time.sleep(0.05)
     assert age() >= timedelta(seconds=0.05)
     assert set_of(one, pickle.dumps(read(one)), token)[1:] == (token, True)
@@ -210,7 +211,7 @@ def test_the_clock_of_another_host_does_not_matter(port: int, hours: int) -> Non
 
 
 def test_who_is_lost_and_who_waits(port: int) -> None:
-    one = state_of(port, "views", "one")
+    one, _ = (state_of(port, "views", name) for name in ("one", "other"))
 
     def complete(state: Any) -> None:
         state.round, state.complete, state.participants = 3, True, {ONE: 0, OTHER: 1}
@@ -225,6 +226,29 @@ def test_who_is_lost_and_who_waits(port: int) -> None:
 
     one.set_state(written(without), token)
     assert (one.view.round, one.view.lost, one.view.waiting) == (3, True, True)
+
+
+def test_a_round_stays_open_for_workers_of_the_former_one(port: int) -> None:
+    """Until one that does not come has given no sign of life for long."""
+    one, other = (state_of(port, "open", name) for name in ("one", "other"))
+
+    def complete(state: Any) -> None:
+        state.complete, state.participants = True, {ONE: 0, OTHER: 1}
+        state.last_heartbeats = {OTHER: datetime.now(UTC)}
+
+    def next_round(state: Any) -> None:
+        state.round, state.participants, state.deadline = 1, {ONE: 0}, datetime.now(UTC)
+
+    _, token, _ = set_of(other, written(complete))
+    assert read(one).complete
+    set_of(one, written(next_round), token)
+    first = read(one).deadline
+    time.sleep(0.1)
+    assert read(one).deadline > first + timedelta(seconds=0.09)
+    time.sleep(1.1)
+    second = read(one).deadline
+    time.sleep(0.1)
+    assert read(one).deadline < second + timedelta(seconds=0.09)
 
 
 def test_a_state_that_others_have_signed_or_that_names_other_classes(port: int) -> None:
