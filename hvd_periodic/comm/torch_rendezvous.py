@@ -93,6 +93,7 @@ class TorchRendezvous(ElasticJob):
                     state.on_reset()
                 self._missed = False
                 state.sync()
+                returned = False
                 result = function(state, *args, **kwargs)
                 returned = True
                 TorchDistributedCommunicator().allgather_object(None, "hvd_periodic.over")
@@ -217,7 +218,7 @@ class TorchRendezvous(ElasticJob):
         except RendezvousTimeoutError:
             raise TimeoutError(
                 f"{self._view.taking_part} of at least {settings.minimum} workers have come to {place} in "
-                f"{settings.join_seconds:g} s: start more, or lower the minimum in {RANKS}"
+                f"{settings.join_seconds:g} s, or they have not exchanged since: start more, or lower the minimum in {RANKS}"
             ) from None
         except RendezvousClosedError:
             raise JobOverError(

@@ -57,7 +57,7 @@ def settings(port: int, job: str, **more: Any) -> RendezvousSettings:
 
 
 def test_fewer_than_the_minimum(port: int) -> None:
-    message = rf"1 of at least 2 workers have come to 127\.0\.0\.1:{port} in 1 s: start more, or lower the minimum in"
+    message = rf"1 of at least 2 workers have come to 127\.0\.0\.1:{port} in 1 s, or they have not exchanged since"
     with pytest.raises(TimeoutError, match=message):
         join(settings(port, "few"))
 
