@@ -218,7 +218,8 @@ class TorchRendezvous(ElasticJob):
         except RendezvousTimeoutError:
             raise TimeoutError(
                 f"{self._view.taking_part} of at least {settings.minimum} workers have come to {place} in "
-                f"{settings.join_seconds:g} s, or they have not exchanged since: start more, or lower the minimum in {RANKS}"
+                f"{settings.join_seconds:g} s, or they have not exchanged since: start more, or lower "
+                f"the minimum in {RANKS}"
             ) from None
         except RendezvousClosedError:
             raise JobOverError(
