@@ -43,7 +43,7 @@ def rendezvous_asked() -> bool:
 
 @dataclass(frozen=True)
 class RendezvousSettings:
-    """A rendezvous, and what this worker expects of it.
+    """A rendezvous, and the terms on which this worker takes part.
 
     Attributes:
         host: the host of the rendezvous.

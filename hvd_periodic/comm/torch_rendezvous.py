@@ -55,7 +55,7 @@ class TorchRendezvous(ElasticJob):
     """A job whose workers meet at a rendezvous.
 
     Args:
-        settings: the rendezvous, and what this worker expects of it.
+        settings: the rendezvous, and the terms on which this worker takes part.
     """
 
     def __init__(self, settings: RendezvousSettings) -> None:
