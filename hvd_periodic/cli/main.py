@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from hvd_periodic.cli import doctor, plan, plot, report, simulate, timeline
+from hvd_periodic.cli import doctor, plan, plot, rendezvous, report, simulate, timeline
 from hvd_periodic.cli.usage_error import UsageError
 from hvd_periodic.version import __version__
 
@@ -21,6 +21,7 @@ COMMANDS = {
     "report": report,
     "plot": plot,
     "timeline": timeline,
+    "rendezvous": rendezvous,
 }
 """Modules with ``add_arguments(parser)`` and ``run(arguments) -> exit code``; their docstrings are the help texts."""
 
@@ -31,7 +32,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     made = argparse.ArgumentParser(
         prog="hvdp",
-        description="Checks a machine, estimates the cost of exchanges, simulates training, and reports on run logs.",
+        description="Checks a machine, estimates the cost of exchanges, simulates training, reports on run logs, and "
+        "serves elastic jobs.",
         epilog="hvdp COMMAND --help explains a command.",
     )
     made.add_argument("--version", action="version", version=f"hvd_periodic {__version__}")

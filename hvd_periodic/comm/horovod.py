@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.collective_tracker import tracker_of
+from hvd_periodic.comm.elastic import ElasticJob, Function, State
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.comm.local import started_alone, started_several
 from hvd_periodic.ranks import named
@@ -216,15 +218,41 @@ def horovod_module(name: str) -> Any:
         ) from error
 
 
-def require_elastic(name: str) -> None:
-    """Raise an ImportError unless Horovod's module for a framework can be imported, for elastic jobs."""
-    try:
-        horovod_module(name)
-    except RuntimeError as error:
-        raise ImportError(
-            f"Elastic states are for elastic Horovod, and {error}. Without Horovod, restart all ranks, and resume from "
-            "a checkpoint"
-        ) from error
+class ElasticHorovod(ElasticJob):
+    """Elastic Horovod, whose launcher decides which processes take part.
+
+    Args:
+        framework: the Horovod module, ``"horovod.torch"``.
+
+    Raises:
+        ImportError: the module cannot be imported.
+    """
+
+    def __init__(self, framework: str) -> None:
+        try:
+            horovod_module(framework)
+        except RuntimeError as error:
+            raise ImportError(
+                f"Without HVD_PERIODIC_RENDEZVOUS, elastic states are for elastic Horovod, and {error}. To train "
+                "elastically without Horovod, in PyTorch, set HVD_PERIODIC_RENDEZVOUS to the host:port of an hvdp "
+                "rendezvous"
+            ) from error
+        self._framework, self._seen = framework, 0.0
+
+    def change_due(self, communicator: Communicator, news: Sequence[tuple[float, int]]) -> Exception | None:
+        """Return Horovod's interrupt if rank 0 has heard of hosts that were added or removed; collective.
+
+        All ranks then run ``sync()``; Horovod alone would skip it if hosts were only removed.
+        """
+        from horovod.common.exceptions import HostsUpdatedInterrupt
+
+        newest = max([self._seen, *(time for time, _ in news)])
+        before, self._seen = communicator.broadcast_object((self._seen, newest), "hvd_periodic.elastic", 0)
+        return HostsUpdatedInterrupt(skip_sync=False) if self._seen > before else None
+
+    def run(self, function: Function, state: State, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of ``hvd.elastic.run``."""
+        return importlib.import_module(f"{self._framework}.elastic").run(function)(state, *args, **kwargs)
 
 
 def depart() -> None:

@@ -15,6 +15,8 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import horovod_module, register
 from hvd_periodic.comm.local import only_rank, started_alone, started_by_mpi
 from hvd_periodic.comm.mpi import group_of_ranks, is_started, world_numbering
+from hvd_periodic.comm.rendezvous_settings import VARIABLE as RENDEZVOUS
+from hvd_periodic.comm.rendezvous_settings import AwaitedRanks, rendezvous_asked
 from hvd_periodic.comm.subset import Subset
 
 VARIABLE = "HVD_PERIODIC_COMM"
@@ -34,6 +36,7 @@ class FrontEnd:
         over_horovod: returns a communicator over a process set (None: all ranks), given the name of Horovod's module.
         over_torch: returns a communicator over a process group of torch.distributed, or a DeviceMesh.
         over_mpi: returns a communicator over an ``mpi4py.MPI.Comm``.
+        elastic_over_torch: whether there is an elastic state for jobs over torch.distributed.
     """
 
     buffer: type
@@ -41,6 +44,7 @@ class FrontEnd:
     over_horovod: Callable[[Any, str], Communicator]
     over_torch: Callable[[Any], Communicator]
     over_mpi: Callable[[Any], Communicator]
+    elastic_over_torch: bool = False
 
     def horovod(self) -> Any:
         """Return Horovod's module if it is initialized, else None; Horovod need not be installed."""
@@ -82,6 +86,8 @@ class FrontEnd:
                     f"{type(process_set).__name__}"
                 )
             return process_set
+        if rendezvous_asked():
+            return self._at_rendezvous(process_set)
         if isfunction(process_set):
             if self.library() not in ("horovod", None):
                 raise ValueError(
@@ -117,6 +123,20 @@ class FrontEnd:
         if library == "mpi":
             return communicator, group_of_ranks
         return communicator, lambda ranks: register(self.horovod(), ranks)
+
+    def _at_rendezvous(self, process_set: Any) -> Communicator:
+        """Return the ranks that a rendezvous has brought together, or will."""
+        if not self.elastic_over_torch:
+            raise RuntimeError(
+                f"{RENDEZVOUS} is set, and only hvd_periodic.torch trains in elastic jobs over torch.distributed: "
+                "unset it, or train with PyTorch"
+            )
+        if process_set is not None:
+            raise ValueError(
+                f"{RENDEZVOUS} is set, so that all ranks exchange with each other, and the ranks change: leave out "
+                f"`process_set`. Received: {process_set!r}"
+            )
+        return self.over_torch(None) if has_torch_distributed() else AwaitedRanks()
 
     def _made(self, process_set: Any, library: str | None) -> Communicator:
         """Return the communicator over some ranks of a library; None: no library is ready."""

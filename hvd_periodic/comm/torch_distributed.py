@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -15,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hvd_periodic.comm.elastic import RanksLostError
+from hvd_periodic.comm.gloo_connections import GlooConnections
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.comm.local import started_by_mpi
 from hvd_periodic.comm.stall_protocol import stable_hash
@@ -88,10 +92,13 @@ class TorchDistributedCommunicator(JobCommunicator):
         over_mpi = "mpi" in self._backends.values()
         self.sums = frozenset() if over_mpi else frozenset({"f2"})  # type: ignore[misc]
         self.host = stable_hash(socket.gethostname())
+        self.elastic = self.tracker.elastic = _elastic.world is self._world
 
     @property
     def one_host(self) -> bool:
         """Whether all ranks of the job are on one host, as far as the launcher reports."""
+        if self.elastic:
+            return _elastic.one_host
         if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
             return True
         return any(os.environ.get(here) == os.environ.get(of_all, "") for here, of_all in _ON_THIS_HOST)
@@ -234,12 +241,16 @@ class TorchDistributedCommunicator(JobCommunicator):
 
     def _begin(self, call: Callable[[], Any], result: Any) -> Callable[[], Any]:
         """Start a collective; return a function that waits for it, sleeping, and returns the result."""
-        _ = self._group  # Create the group before this rank records the start of the collective.
+        _ = self._checked(lambda: self._group)  # Before this rank records the start of the collective.
         number, work = self.tracker.start_collective(), self._checked(call)
+        if self.elastic:
+            _elastic.under_way.append(work)
 
         def finish() -> Any:
             self.tracker.wait_for(number, work.is_completed)
             self._checked(work.wait)
+            if self.elastic:
+                _elastic.under_way.remove(work)
             return result
 
         return finish
@@ -249,7 +260,8 @@ class TorchDistributedCommunicator(JobCommunicator):
         try:
             return call()
         except RuntimeError as error:
-            raise RuntimeError(
+            kind = RanksLostError if self.elastic else RuntimeError
+            raise kind(
                 f"torch.distributed has failed in {self.tracker.place()}, as it does when another rank has ended: "
                 f"{error}"
             ) from error
@@ -269,6 +281,63 @@ class TorchDistributedCommunicator(JobCommunicator):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (type(self), None if self.process_set is self._world else self.handshake_name)
+
+
+@dataclass
+class _Elastic:
+    """The group of all ranks of an elastic job, which is created again whenever the ranks change.
+
+    Attributes:
+        world: the current group of all ranks.
+        one_host: whether all ranks are on this host.
+        connections: the connections of all groups.
+        under_way: collectives that have started and not finished.
+    """
+
+    world: Any = None
+    one_host: bool = False
+    connections: GlooConnections = field(default_factory=GlooConnections)
+    under_way: list[Any] = field(default_factory=list)
+
+
+_elastic = _Elastic()
+
+_CREATION = timedelta(seconds=30)
+"""Within which all ranks of an elastic job create a group: one may be lost meanwhile."""
+
+
+def open_world(store: Any, rank: int, size: int, one_host: bool) -> None:
+    """Initialize torch.distributed over Gloo for the current ranks of an elastic job; collective.
+
+    Args:
+        store: the store of these ranks, which no other set of ranks uses.
+        rank: this process among them.
+        size: their number.
+        one_host: whether all of them are on this host.
+
+    Raises:
+        RanksLostError: a rank was lost meanwhile.
+    """
+    try:
+        with _elastic.connections.of_group(store, "world", rank, size):
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_CREATION)
+        _c10d._set_pg_timeout(_FOR_EVER, dist.group.WORLD)
+    except RuntimeError as error:
+        raise RanksLostError(f"A process was lost while all ranks connected: {error}") from error
+    _elastic.world, _elastic.one_host = dist.group.WORLD, one_host
+
+
+def close_world() -> None:
+    """Abort the collectives of an elastic job, and shut torch.distributed down; local."""
+    _elastic.connections.close()
+    while not all(work.is_completed() for work in _elastic.under_way):  # They may still write into tensors.
+        time.sleep(1e-3)
+    _elastic.under_way.clear()
+    TorchDistributedCommunicator._own.clear()
+    _elastic.world = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _c10d._world.group_count = 0  # Names of groups count them, also those that could not be created.
 
 
 _registered: dict[tuple[int, ...], tuple[Any, Any]] = {}
@@ -340,12 +409,17 @@ def _duplicate(ranks: list[int], backends: Mapping[str, str], name: str) -> Any:
     config = ",".join(f"{device}:{backend}" for device, backend in ({"cpu": "gloo"} | dict(backends)).items())
     store = _store_of_the_job() or _c10d._get_default_store()
     world: Any = dist.group.WORLD
+    elastic = _elastic.world is world
+    timeout = _CREATION if elastic else _FOR_EVER
     # If bound to a device, the group would be split off from the group of all ranks, by all of them.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
-        group, _ = _c10d._new_process_group_helper(len(ranks), rank, ranks, config, store, name, timeout=_FOR_EVER)
+        with _elastic.connections.of_group(store, name, rank, len(ranks)) if elastic else nullcontext():
+            group, _ = _c10d._new_process_group_helper(len(ranks), rank, ranks, config, store, name, timeout=timeout)
     finally:
         world.bound_device_id = bound
+    if elastic:
+        _c10d._set_pg_timeout(_FOR_EVER, group)
     _c10d._world.pg_group_ranks[group] = {number: place for place, number in enumerate(ranks)}
     return group
 

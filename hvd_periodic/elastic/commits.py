@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,7 +24,6 @@ from hvd_periodic.elastic.shards import (
     start_from_center,
 )
 from hvd_periodic.ranks import titled
-from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
 _KEPT = 2
 """Number of commits to keep: when a rank is lost, the newest commits of two survivors differ by at most one."""
@@ -55,6 +55,14 @@ class Committable(ABC):
     def broadcast_from(self, source: int) -> None:
         """Broadcast the state of the rank ``source`` to all ranks."""
 
+    def renew(self) -> None:
+        """Forget what training has added to this rank alone, as in a new process; local."""
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """What has to be equal on all ranks, by what it is."""
+        return {}
+
 
 class CommittableOptimizer(Committable):
     """A committable object that exchanges."""
@@ -63,6 +71,13 @@ class CommittableOptimizer(Committable):
     @abstractmethod
     def synchronizer(self) -> Any:
         """The :class:`~hvd_periodic.sync.synchronizer.ReplicaSynchronizer` that runs the exchanges."""
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """The algorithm, and a digest of names and shapes of the parameters."""
+        specs = [spec for group in self.synchronizer.tensor_groups for spec in group.values.layout.specs]
+        named = hashlib.sha256(repr([(spec.name, tuple(spec.shape)) for spec in specs]).encode()).hexdigest()[:12]
+        return {"the algorithm": repr(self.synchronizer.algorithm), "the parameters": f"{len(specs)}, digest {named}"}
 
     @abstractmethod
     def rejoin(self, name: str) -> None:
@@ -189,6 +204,12 @@ class Commits:
         self.held[max(self.held, default=-1) + 1] = self._commit(objects)
         for old in sorted(self.held)[:-_KEPT]:
             del self.held[old]
+
+    def forget(self) -> None:
+        """Forget all commits, as other ranks have gone on from later ones; this one joins them as a new one."""
+        self.held, self._prepared = {}, {}
+        for kept in self._kept().values():
+            kept.renew()
 
     def reset(self, objects: Objects) -> Objects:
         """Switch to the new ranks, restore the newest commit, and return its objects; communicates nothing."""
@@ -348,97 +369,3 @@ class Commits:
 
     def _exchanges(self) -> dict[str, CommittableOptimizer]:
         return {name: kept for name, kept in self._kept().items() if isinstance(kept, CommittableOptimizer)}
-
-
-class CommittedState(ABC):
-    """Common part of all front ends' elastic states; their next base class is Horovod's ``ObjectState``.
-
-    Attributes:
-        commits: the commits of this rank.
-    """
-
-    commits: Commits
-    _tracked: dict[str, Any]
-    _saved_state: Objects
-    _set_attrs: Callable[[], None]
-    _reset_callbacks: list[Callable[[], None]]
-    _due: Sequence[Callable[[], None]] = ()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self).get("_tracked", {}):
-            self._tracked[name] = value
-        super().__setattr__(name, value)
-
-    def save(self) -> None:
-        """Commit everything, and keep the previous commit too."""
-        self.commits.require_outside_center_block()
-        super().save()  # type: ignore[misc]
-        self.commits.keep(self._saved_state)
-
-    def check_host_updates(self) -> None:
-        """If hosts were added or removed, copy sharded centers to every rank and interrupt training on all ranks.
-
-        Raises:
-            HostsUpdatedInterrupt: hosts have changed; on all ranks. All ranks then run :meth:`sync`; Horovod alone
-                would skip it if hosts were only removed.
-        """
-        try:
-            super().check_host_updates()  # type: ignore[misc]
-        except RuntimeError as interrupt:
-            if hasattr(interrupt, "skip_sync"):
-                interrupt.skip_sync = False
-                self.commits.share_centers(self._communicator())
-            raise
-
-    def on_reset(self) -> None:
-        """Switch to the new ranks; postpone reset callbacks until :meth:`sync` has restored the commit."""
-        callbacks, self._reset_callbacks = self._reset_callbacks, []
-        super().on_reset()  # type: ignore[misc]
-        self._reset_callbacks, self._due = callbacks, callbacks
-
-    def restore(self) -> None:
-        """Do nothing: :meth:`sync` restores the newest commit of all surviving ranks."""
-
-    def reset(self) -> None:
-        """Switch to the new ranks and restore the newest commit; communicates nothing."""
-        self._saved_state = self.commits.reset(self._saved_state)
-        self._set_attrs()
-
-    def sync(self) -> None:
-        """Resume all ranks from the newest commit that all survivors hold; the other ranks join them.
-
-        Raises:
-            RuntimeError: the survivors hold no commit in common; raised on all ranks.
-            ValueError: hyper-parameters make no sense for the new number of ranks, or ranks disagree; on all ranks.
-        """
-        self._saved_state = self.commits.sync(self._communicator(), self._saved_state, self._call_back)
-        self._due = ()
-        self._set_attrs()
-
-    def _call_back(self) -> None:
-        for callback in self._due:
-            callback()
-
-    @abstractmethod
-    def _communicator(self) -> Communicator:
-        """Return the current ranks."""
-
-
-def refuse_fixed(name: str, synchronizer: ReplicaSynchronizer[Any], averages: bool) -> None:
-    """Raise a ValueError if the ranks of an optimizer, the argument ``name``, cannot change."""
-    communicator = synchronizer.membership.communicator.handshake_group
-    within = getattr(getattr(communicator, "process_set", None), "process_set_id", None)
-    refused = {
-        "has 'local' `parameters`, which no rank has for one that joins": synchronizer.replica.keeps_own,
-        "exchanges asynchronously, among ranks that cannot change": synchronizer.exchanger.worker is not None,
-        "wraps an hvd.DistributedOptimizer, whose ranks have to agree at every step": averages,
-        f"exchanges within process set {within}, with which Horovod ends all ranks when one is lost; use "
-        "process_set=hvdp.node_ranks instead": within not in (0, None),
-        f"exchanges over {communicator.description}, whose ranks cannot change: restart all of them, and resume from a "
-        "checkpoint": within is None,
-    }
-    for why, found in refused.items():
-        if found:
-            raise ValueError(
-                f"`{name}` {why}: under elastic Horovod, ranks exchange synchronously, all of them in one set"
-            )

@@ -25,7 +25,6 @@ if keras.backend.backend() != "tensorflow":
     )
 
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Averaging, DiLoCo, SlowMo
-from hvd_periodic.comm.horovod import require_elastic
 from hvd_periodic.presets import sparse_loco
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, DyLU, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.tensorflow import callbacks
@@ -72,6 +71,5 @@ __all__ = [
 def __getattr__(name: str) -> ModuleType:
     """Import ``elastic`` on first access, since it needs Horovod."""
     if name == "elastic":
-        require_elastic("horovod.tensorflow")
         return importlib.import_module("hvd_periodic.tensorflow.elastic")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

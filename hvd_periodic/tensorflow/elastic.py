@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from horovod.common.elastic import ObjectState
-from horovod.common.exceptions import HorovodInternalError
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.elastic.commits import Commits, Committable, CommittableOptimizer, CommittedState, refuse_fixed
+from hvd_periodic.comm.horovod import ElasticHorovod
+from hvd_periodic.elastic.commits import Committable, CommittableOptimizer
 from hvd_periodic.elastic.shards import FullCenter
+from hvd_periodic.elastic.state import CommittedState, refuse_fixed
 from hvd_periodic.tensorflow.center_optimizer import is_scheduled
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
@@ -28,7 +27,7 @@ from hvd_periodic.tensorflow.stage import Stage
 from hvd_periodic.tensorflow.synchronizer import Synchronizer
 
 
-class State(CommittedState, ObjectState):
+class State(CommittedState):
     """State of an elastic job, in place of ``hvd.elastic.KerasState`` and ``TensorFlowKerasState``.
 
     When a rank is lost, its steps since its last commit are lost with it, but nothing of the center. The other ranks
@@ -92,10 +91,7 @@ class State(CommittedState, ObjectState):
                     refuse_fixed(name, kept.synchronizer, averages)
         for each in self._exchanging().values():
             require_divisible(each.synchronizer)
-        for name, value in self._tracked.items():
-            setattr(self, name, value)
-        super().__init__(bcast_object=_of_rank, get_rank=hvd.rank, **objects)
-        self.commits = Commits(self._all_kept)
+        super().__init__(self._tracked, objects, ElasticHorovod("horovod.tensorflow"))
         if commit == "exchange":
             if not self._exchanging():
                 raise ValueError("commit='exchange' needs an optimizer of hvd_periodic.tensorflow. Received none")
@@ -342,4 +338,6 @@ def _lost_ranks() -> Iterator[None]:
     try:
         yield
     except tf.errors.UnknownError as error:
+        from horovod.common.exceptions import HorovodInternalError
+
         raise HorovodInternalError(str(error)) from error

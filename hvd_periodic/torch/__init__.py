@@ -14,7 +14,6 @@ import importlib
 from types import ModuleType
 
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Averaging, DiLoCo, SlowMo
-from hvd_periodic.comm.horovod import require_elastic
 from hvd_periodic.presets import sparse_loco
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, DyLU, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.torch.center import center_state_dict
@@ -71,8 +70,6 @@ _ON_DEMAND = ("elastic", "lightning", "huggingface", "ignite")
 
 def __getattr__(name: str) -> ModuleType:
     """Import a module that needs another package on first access."""
-    if name == "elastic":
-        require_elastic("horovod.torch")
     if name in _ON_DEMAND:
         return importlib.import_module(f"hvd_periodic.torch.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

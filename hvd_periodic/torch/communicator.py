@@ -41,5 +41,6 @@ FRONT_END = FrontEnd(
     over_horovod=lambda process_set, module: HorovodCommunicator(module, process_set, torch.from_numpy),
     over_torch=TorchDistributedCommunicator,
     over_mpi=TensorsOverMPI.over,
+    elastic_over_torch=True,
 )
 communicator_of = FRONT_END.communicator_of

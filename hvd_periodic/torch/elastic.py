@@ -1,18 +1,21 @@
-"""Elastic training: the state that ``hvd.elastic.run`` keeps while ranks join and leave."""
+"""Elastic training: the state that is kept while ranks join and leave, and what runs a function with it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, Literal, TypeVar
 
-import horovod.torch as hvd
 import torch
-from horovod.common.elastic import ObjectState
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.elastic.commits import Commits, Committable, CommittableOptimizer, CommittedState, refuse_fixed
+from hvd_periodic.comm.elastic import ElasticJob, run_elastic
+from hvd_periodic.comm.horovod import ElasticHorovod
+from hvd_periodic.comm.rendezvous_settings import RendezvousSettings, rendezvous_asked
+from hvd_periodic.elastic.commits import Committable, CommittableOptimizer
 from hvd_periodic.elastic.shards import FullCenter, Share
+from hvd_periodic.elastic.state import CommittedState, refuse_fixed
 from hvd_periodic.torch.checkpoints import has_state
 from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.copies import settings_of
@@ -23,9 +26,47 @@ from hvd_periodic.torch.resharding import resharded
 from hvd_periodic.torch.saved import map_tensors
 from hvd_periodic.torch.synchronizer import Synchronizer
 
+T = TypeVar("T")
 
-class State(CommittedState, ObjectState):  # type: ignore[misc]
-    """The state of a job whose ranks change; use it in place of ``hvd.elastic.TorchState``.
+
+def run(function: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that trains in a job whose ranks change; use it as a decorator.
+
+    The function gets the state as its first argument. It is called again after every change of the ranks, with the
+    state of the newest commit, and so begins where that commit was made. The ranks are those that
+    ``HVD_PERIODIC_RENDEZVOUS`` brings together, over torch.distributed; without it, those of elastic Horovod.
+
+    With a rendezvous, the first call takes part in the job: construct the model, the optimizer and the state before it.
+    When the function returns on all ranks, the job is over, and no other process can join it.
+
+    Raises:
+        TypeError: the first argument is not a :class:`State`.
+        ValueError: the settings are invalid; or the other workers have another model, algorithm or version of this
+            package, or another secret. The others go on.
+        ConnectionError: the rendezvous cannot be reached.
+        TimeoutError: fewer workers than the minimum have come.
+        RuntimeError: the job is over.
+
+    Example::
+
+        @hvdp.elastic.run
+        def train(state):
+            for state.epoch in range(state.epoch, epochs):
+                ...
+
+        train(hvdp.elastic.State(model, optimizer, commit="exchange", epoch=0))
+    """
+
+    @wraps(function)
+    def wrapper(state: Any, *args: Any, **kwargs: Any) -> T:
+        found: T = run_elastic(function, state, args, kwargs)
+        return found
+
+    return wrapper
+
+
+class State(CommittedState):
+    """The state of a job whose ranks change; under elastic Horovod, use it in place of ``hvd.elastic.TorchState``.
 
     If a rank is lost, its steps since its last commit are lost, but nothing of the center. The other ranks go back to
     the newest commit that all of them hold, and each keeps its own replica. A rank that joins starts from the center,
@@ -48,7 +89,7 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
                     state.optimizer.step()
 
         optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, 10)
-        hvd.elastic.run(train)(State(model, optimizer, commit="exchange", epoch=0))
+        hvdp.elastic.run(train)(State(model, optimizer, commit="exchange", epoch=0))
 
     Args:
         model: the model.
@@ -61,10 +102,11 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
 
     Raises:
         ValueError: an optimizer whose ranks cannot change: asynchronous, around an ``hvd.DistributedOptimizer``, or
-            with a process set.
+            with a process set; or the environment has invalid settings of a rendezvous.
+        ImportError: there is neither a rendezvous nor Horovod.
 
     References:
-        Horovod's documentation, "Elastic Horovod".
+        Horovod's documentation, "Elastic Horovod". PyTorch's documentation, "Rendezvous".
     """
 
     def __init__(
@@ -83,10 +125,7 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
         for name, periodic in self._periodic().items():
             for level in levels_of(periodic):
                 refuse_fixed(name, level.synchronizer, level.synchronizer.gradient_group is not None)
-        for name, value in self._tracked.items():
-            setattr(self, name, value)
-        super().__init__(bcast_object=_of_rank, get_rank=hvd.rank, **objects)
-        self.commits = Commits(self._all_kept)
+        super().__init__(self._tracked, objects, _job())
         if commit == "exchange":
             if not self._periodic():
                 raise ValueError("commit='exchange' needs an optimizer of hvd_periodic.torch. Received none")
@@ -142,12 +181,19 @@ class _KeptState(Committable):
 
     def broadcast_from(self, source: int) -> None:
         """Take over one rank's state."""
-        if isinstance(self.value, torch.nn.Module):
-            hvd.broadcast_parameters(self.value.state_dict(), root_rank=source)
-        elif isinstance(self.value, torch.optim.Optimizer):
-            hvd.broadcast_optimizer_state(self.value, root_rank=source)
+        state, communicator = self.value.state_dict(), communicator_of(None)
+        if isinstance(self.value, torch.nn.Module) and all(map(torch.is_tensor, state.values())):
+            for name, tensor in state.items():
+                values = tensor.detach().reshape(-1).clone()
+                given = communicator.broadcast(values, f"hvd_periodic.elastic.{name}", source)
+                tensor.detach().copy_(given.view(tensor.shape))
         else:
-            self.value.load_state_dict(_of_rank(self.value.state_dict(), source))
+            self.value.load_state_dict(_of_rank(state, source))
+
+    def renew(self) -> None:
+        """Forget the state of an optimizer, as where it is new."""
+        if isinstance(self.value, torch.optim.Optimizer):
+            self.value.state.clear()
 
 
 class _KeptOptimizer(_KeptState, CommittableOptimizer):
@@ -222,6 +268,15 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
     def rejoin(self, name: str) -> None:
         """Reconstruct the optimizer for the current ranks."""
         self.value.rejoin(name)
+
+
+def _job() -> ElasticJob:
+    """Return what decides which processes take part: the rendezvous that the environment names, or elastic Horovod."""
+    if not rendezvous_asked():
+        return ElasticHorovod("horovod.torch")
+    from hvd_periodic.comm.torch_rendezvous import TorchRendezvous
+
+    return TorchRendezvous(RendezvousSettings.of_environment())
 
 
 def _of_rank(value: Any, rank: int = 0) -> Any:

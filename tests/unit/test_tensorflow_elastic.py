@@ -10,6 +10,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow")
 
+import horovod.tensorflow as hvd  # noqa: E402
 import keras  # noqa: E402
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
@@ -32,7 +33,7 @@ class Changing(LocalCommunicator):
     """One rank of a job whose ranks may change."""
 
     elastic = True
-    process_set = hvdp.elastic.hvd.global_process_set
+    process_set = hvd.global_process_set
     now: str | None = None
 
     def changed(self) -> str | None:

@@ -13,6 +13,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow")
 
+import horovod.tensorflow as hvd  # noqa: E402
 import keras  # noqa: E402
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
@@ -38,7 +39,7 @@ class Elastic(Delegate):
     """Ranks that may change."""
 
     elastic = True
-    process_set = hvdp.elastic.hvd.global_process_set
+    process_set = hvd.global_process_set
 
 
 @dataclass

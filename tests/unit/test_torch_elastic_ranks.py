@@ -97,12 +97,6 @@ class Worker:
 
 @pytest.fixture(autouse=True)
 def _ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def give_state(state: dict[str, Any], root_rank: int) -> None:
-        for name, value in state.items():
-            value.copy_(HERE.communicator.broadcast_object(value.clone(), name, root_rank))
-
-    horovod = SimpleNamespace(rank=lambda: HERE.communicator.rank, broadcast_parameters=give_state)
-    monkeypatch.setattr(elastic_module, "hvd", horovod)
     for module in (elastic_module, synchronizer_module):
         monkeypatch.setattr(module, "communicator_of", given_or_here)
 

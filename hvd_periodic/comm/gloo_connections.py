@@ -1,0 +1,82 @@
+"""The TCP connections of Gloo's process groups, which it has no way to close while a collective is under way.
+
+If a rank is stopped, a collective with it stays under way, and destroying its group waits for it. Closing the
+connections ends the collective at once, here and on the other ranks. Gloo opens one port for each group, to which other
+ranks connect; this finds both kinds of connections among the sockets that appeared while the group was created.
+Test: ``test_rendezvous.py::test_a_stopped_worker_is_excluded``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+_DESCRIPTORS = Path("/proc/self/fd")
+"""Where Linux lists the descriptors of this process; elsewhere, no connection is found."""
+
+
+class GlooConnections:
+    """The connections of the process groups of this process, as far as they are known."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, str] = {}
+
+    @contextmanager
+    def of_group(self, store: Any, name: str, rank: int, size: int) -> Iterator[None]:
+        """Find the connections of a group that all its ranks create inside the ``with`` block.
+
+        Args:
+            store: the store through which they tell each other their ports.
+            name: name of the group, new to the store.
+            rank: this process among them.
+            size: their number.
+        """
+        before = _sockets()
+        yield
+        new = {number: link for number, link in _sockets().items() if before.get(number) != link}
+        own, connected = [], {}
+        for number, link in new.items():
+            with suppress(OSError), _opened(number, link) as found:
+                if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    own.append(found.getsockname()[1])
+                else:
+                    connected[number] = found.getsockname()[1], found.getpeername()[1]
+        store.set(f"{name}.ports.{rank}", json.dumps(own))
+        theirs = {port for other in range(size) for port in json.loads(store.get(f"{name}.ports.{other}"))}
+        for number, (here, there) in connected.items():
+            if here in own or there in theirs:
+                self._known[number] = new[number]
+
+    def close(self) -> None:
+        """Close all connections: collectives that are under way fail within moments."""
+        for number, link in self._known.items():
+            with suppress(OSError), _opened(number, link) as found:
+                found.shutdown(socket.SHUT_RDWR)
+        self._known.clear()
+
+
+def _sockets() -> dict[int, str]:
+    """Return the sockets of this process: the link that identifies each, by descriptor."""
+    found = {}
+    for entry in _DESCRIPTORS.iterdir() if _DESCRIPTORS.is_dir() else ():
+        with suppress(OSError):
+            link = str(entry.readlink())
+            if link.startswith("socket:"):
+                found[int(entry.name)] = link
+    return found
+
+
+@contextmanager
+def _opened(number: int, link: str) -> Iterator[socket.socket]:
+    """Return a socket, under a descriptor of its own; an OSError if it is closed, or is not TCP."""
+    with socket.socket(fileno=os.dup(number)) as found:
+        if str((_DESCRIPTORS / str(found.fileno())).readlink()) != link:
+            raise OSError
+        if found.family not in (socket.AF_INET, socket.AF_INET6):
+            raise OSError
+        yield found

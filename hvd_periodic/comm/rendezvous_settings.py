@@ -1,0 +1,135 @@
+"""What the environment says about the rendezvous of an elastic job; importing this imports no framework."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_periodic.arguments import require_int
+from hvd_periodic.comm.handshake import Record
+from hvd_periodic.comm.local import LocalCommunicator
+
+VARIABLE = "HVD_PERIODIC_RENDEZVOUS"
+"""Environment variable with ``host:port`` of the rendezvous."""
+
+RANKS = "HVD_PERIODIC_RANKS"
+"""Environment variable with the minimum and the maximum number of ranks: ``2:8``; or one number for both."""
+
+JOB = "HVD_PERIODIC_JOB"
+"""Environment variable with the name of the job, which tells it from others at the same rendezvous."""
+
+SECRET = "HVD_PERIODIC_SECRET"
+"""Environment variable with a text that only the workers of the job know."""
+
+LOST = "HVD_PERIODIC_LOST_SECONDS"
+"""Environment variable: seconds without a sign of life after which a worker counts as lost."""
+
+PATIENCE = "HVD_PERIODIC_JOIN_SECONDS"
+"""Environment variable: seconds for which a worker waits until the minimum of ranks has come."""
+
+_ADDRESS = re.compile(r"(?P<host>[^\s:]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d{1,5})")
+_RANGE = re.compile(r"(\d+)(?::(\d+))?")
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+_UNLIMITED = 2**16
+
+
+def rendezvous_asked() -> bool:
+    """Return whether the environment names a rendezvous."""
+    return bool(os.environ.get(VARIABLE, "").strip())
+
+
+@dataclass(frozen=True)
+class RendezvousSettings:
+    """A rendezvous, and the terms on which this worker takes part.
+
+    Attributes:
+        host: the host of the rendezvous.
+        port: its port.
+        minimum: ranks below which nobody trains.
+        maximum: ranks above which workers wait.
+        job: name of the job.
+        secret: a text that only the workers of the job know; empty: there is none.
+        lost_seconds: seconds without a sign of life after which a worker counts as lost.
+        join_seconds: seconds for which a worker waits for the minimum.
+    """
+
+    host: str
+    port: int
+    minimum: int = 1
+    maximum: int = _UNLIMITED
+    job: str = "job"
+    secret: str = ""
+    lost_seconds: float = 10.0
+    join_seconds: float = 600.0
+
+    @property
+    def one_host(self) -> bool:
+        """Whether only workers of this host can reach the rendezvous."""
+        return self.host in _LOCAL
+
+    @classmethod
+    def of_environment(cls) -> RendezvousSettings:
+        """Return the settings of the environment.
+
+        Raises:
+            ValueError: one of the variables has an invalid value.
+        """
+        text = os.environ.get(VARIABLE, "").strip()
+        address = _ADDRESS.fullmatch(text)
+        if address is None or not 0 < int(address["port"]) < 2**16:
+            raise ValueError(
+                f"The environment variable {VARIABLE} must be the host:port of an hvdp rendezvous. Received: {text!r}"
+            )
+        ranks = os.environ.get(RANKS, "").strip() or f"1:{_UNLIMITED}"
+        found = _RANGE.fullmatch(ranks)
+        least, most = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
+        if not 1 <= least <= most:
+            raise ValueError(
+                f"The environment variable {RANKS} must be the minimum and the maximum number of ranks, as in 2:8, or "
+                f"one number for both. Received: {ranks!r}"
+            )
+        return cls(
+            address["host"],
+            int(address["port"]),
+            least,
+            most,
+            os.environ.get(JOB, "").strip() or cls.job,
+            os.environ.get(SECRET, ""),
+            _seconds(LOST, cls.lost_seconds),
+            _seconds(PATIENCE, cls.join_seconds),
+        )
+
+
+def _seconds(variable: str, default: float) -> float:
+    """Return the seconds that an environment variable sets."""
+    text = os.environ.get(variable, "").strip()
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = math.nan
+    if not 1 <= seconds < math.inf:
+        raise ValueError(
+            f"The environment variable {variable} must be a number of seconds, at least 1. Received: {text!r}"
+        )
+    return seconds
+
+
+class AwaitedRanks(LocalCommunicator):
+    """The ranks of an elastic job that this process has not joined yet: optimizers are constructed with them."""
+
+    description = "the ranks of a rendezvous"
+    elastic = True
+
+    def rank_of(self, global_rank: int | None) -> int:
+        """Return the rank as it is: the ranks are not known."""
+        return 0 if global_rank is None else require_int(global_rank, "`root_rank`", minimum=0)
+
+    def handshake(self, record: Record, failure: Exception | None = None, piggyback: Any = None) -> Any:
+        """Raise a RuntimeError, as there is nobody to meet."""
+        raise RuntimeError(
+            f"{VARIABLE} is set, and this process has not joined the other ranks: put model and optimizer into an "
+            "hvdp.elastic.State, and train in a function under hvdp.elastic.run"
+        )

@@ -1,0 +1,197 @@
+"""The state of a torch rendezvous in its store: signed, read without running code, and independent of hosts' clocks.
+
+torch keeps who takes part in one value in a store, pickled, with the times of the workers' last signs of life by the
+clocks of their hosts. What is between torch and the store here:
+
+- signs every value with the secret of the job, and unpickles nothing but the classes of such a state;
+- counts signs of life in keys of their own, one per worker. A worker whose count does not change for long, by the clock
+  of who looks, counts as dead; and the value changes only if the workers do, however many there are;
+- remembers what the state says about this process and the others, for whoever waits for them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import hmac
+import io
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+_OF_STATES = {
+    ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState"),
+    ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_NodeDesc"),
+    *(("datetime", name) for name in ("datetime", "timezone", "timedelta")),
+    *(("builtins", name) for name in ("set", "dict", "object")),
+    ("copyreg", "_reconstructor"),
+}
+"""Classes and functions that the pickle of a state names; all others are refused."""
+
+_DIGEST = hashlib.sha256().digest_size
+
+
+class OtherSecretError(RuntimeError):
+    """The state was signed with another secret."""
+
+
+@dataclass
+class View:
+    """What this process knows of the rendezvous.
+
+    Attributes:
+        own: how the state names this process.
+        round: the latest complete round in which this process takes part; -1 before the first.
+        members: the workers of that round.
+        lost: whether a worker of that round has left it, or is dead: nobody can exchange in it any more.
+        waiting: whether workers wait for the next round.
+        taking_part: number of workers in the current round, which may be incomplete, with this one.
+    """
+
+    own: str = ""
+    round: int = -1
+    members: frozenset[str] = frozenset()
+    lost: bool = False
+    waiting: bool = False
+    taking_part: int = 1
+
+
+_NEVER = datetime.min.replace(tzinfo=UTC)
+"""In place of the time of a sign of life, in the store."""
+
+
+class RendezvousState(C10dRendezvousBackend):
+    """The state of a job's rendezvous in a store.
+
+    Args:
+        store: the store, over a connection that nothing blocks.
+        job: name of the job.
+        secret: the key of signatures.
+        own: how the state names this process.
+        last_call: seconds that a round stays open once the minimum of workers is there, and nobody else is expected.
+        lost_seconds: seconds without a sign of life after which a worker counts as lost.
+        told: called with the view after every access.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        job: str,
+        secret: bytes,
+        own: str,
+        last_call: float,
+        lost_seconds: float,
+        told: Callable[[View], None],
+    ) -> None:
+        self.view = View(own)
+        self._secret, self._own, self._told = secret, own, told
+        self._last_call, self._lost = timedelta(seconds=last_call), timedelta(seconds=lost_seconds)
+        self._former: tuple[int, frozenset[str]] = -1, frozenset()
+        self._beats = f"hvd_periodic.{job}.beats."
+        self._seen: dict[str, tuple[Any, float]] = {}
+        self._own_sign = _NEVER
+        self._deadline: tuple[datetime | None, datetime | None] = None, None
+        self._stored: dict[str, Any] = {}
+        self._lock = threading.RLock()  # Signs of life come from another thread.
+        super().__init__(store, job)
+        self._call_store("add", self._beats + own, 0)  # A store waits for a key that it does not have.
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """Return the state and its token; None if there is none."""
+        with self._lock:
+            found = super().get_state()
+            return found and (self._received(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """Set the state unless it has changed since the token; return the state, its token, and whether it was set."""
+        with self._lock:
+            wanted = pickle.loads(state)  # Pickled by this process.
+            self._prepare(wanted)
+            if token and vars(wanted) == self._stored:  # There was nothing but a sign of life.
+                now = self.get_state()
+                return now and (*now, True)
+            data = pickle.dumps(wanted)
+            found = super().set_state(self.sign(data) + data, token)
+            return found and (self._received(found[0]), *found[1:])
+
+    def sign(self, data: bytes) -> bytes:
+        """Return the signature of some bytes."""
+        return hmac.digest(self._secret, data, "sha256")
+
+    def _prepare(self, state: Any) -> None:
+        """Count this process's sign of life, if the state has a new one; replace times as they are in the store."""
+        sign = state.last_heartbeats.get(self._node(state), self._own_sign)
+        if sign != self._own_sign:
+            self._call_store("add", self._beats + self._own, 1)
+            self._own_sign = sign
+        state.last_heartbeats = dict.fromkeys(state.last_heartbeats, _NEVER)
+        here, there = self._deadline
+        if state.deadline is not None and state.deadline == here:
+            state.deadline = there
+
+    def _received(self, signed: bytes) -> bytes:
+        """Return a state by this host's clock; remember what it says."""
+        digest, data = signed[:_DIGEST], signed[_DIGEST:]
+        if not hmac.compare_digest(digest, self.sign(data)):
+            raise OtherSecretError
+        state = _StateUnpickler(io.BytesIO(data)).load()
+        self._stored = copy.deepcopy(vars(state))
+        self._look_at(state)
+        signs = self._signs(state)
+        state.last_heartbeats = {node: signs[node.addr] for node in state.last_heartbeats}
+        if state.deadline is not None:
+            there, now = state.deadline, datetime.now(UTC)
+            arrived = {node.addr for node in state.participants}
+            expected = [worker for worker in self._former[1] - arrived if now - signs[worker] < self._lost]
+            first_seen = self._here("", there)
+            state.deadline = (now if expected or state.wait_list else first_seen) + self._last_call
+            self._deadline = state.deadline, there
+        self._told(self.view)
+        return pickle.dumps(state)
+
+    def _signs(self, state: Any) -> dict[str, datetime]:
+        """Return the last signs of life of the workers in a state and in the former round."""
+        workers = sorted({node.addr for node in state.last_heartbeats} | self._former[1])
+        counts = self._call_store("multi_get", [self._beats + worker for worker in workers]) if workers else []
+        signs = {worker: self._here(worker, count) for worker, count in zip(workers, counts, strict=True)}
+        return signs | {self._own: self._own_sign}
+
+    def _here(self, key: str, value: Any) -> datetime:
+        """Return the time by this host's clock at which this process first saw the value of a key."""
+        now = time.monotonic()
+        known, since = self._seen.get(key, (None, now))
+        if known != value:
+            self._seen[key] = value, now
+            since = now
+        return datetime.now(UTC) - timedelta(seconds=now - since)
+
+    def _node(self, state: Any) -> Any:
+        """Return this process among the nodes of a state; None if it is none of them."""
+        return next((node for node in state.last_heartbeats if node.addr == self._own), None)
+
+    def _look_at(self, state: Any) -> None:
+        """Update the view, and the workers of the latest complete round, which are expected in the next."""
+        known = self.view
+        current = frozenset(node.addr for node in state.participants)
+        if state.complete:
+            self._former = state.round, current | (self._former[1] if self._former[0] == state.round else frozenset())
+        if state.complete and self._own in current and state.round != known.round:
+            known = View(self._own, state.round, current)
+        lost = state.round != known.round or not known.members <= current
+        self.view = View(self._own, known.round, known.members, lost, bool(state.wait_list), len(current | {self._own}))
+
+
+class _StateUnpickler(pickle.Unpickler):
+    """Unpickles states of a rendezvous, and refuses everything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of a state."""
+        if (module, name) not in _OF_STATES:
+            raise pickle.UnpicklingError(f"The state of a rendezvous names {module}.{name}, which no such state does")
+        return super().find_class(module, name)

@@ -1,0 +1,260 @@
+"""Workers that do not fit, rendezvous that cannot be reached, clocks that differ; the store is in this process."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (  # noqa: E402
+    _NodeDesc,
+    _RendezvousState,
+)
+
+import hvd_periodic.torch as hvdp  # noqa: E402
+from hvd_periodic.comm.rendezvous_settings import RendezvousSettings  # noqa: E402
+from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState  # noqa: E402
+from hvd_periodic.comm.torch_rendezvous import TorchRendezvous  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """Return the port of a store."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield server.port
+    del server
+
+
+class Worker:
+    """What a job sees of the state of a worker."""
+
+    def __init__(self, **fingerprint: Any) -> None:
+        self.fingerprint = fingerprint
+
+    def sync(self) -> None:
+        raise AssertionError("It takes part")
+
+    on_reset = forget = sync
+
+
+def join(settings: RendezvousSettings, **fingerprint: Any) -> None:
+    TorchRendezvous(settings).run(lambda state: None, Worker(**fingerprint))
+
+
+def settings(port: int, job: str, **more: Any) -> RendezvousSettings:
+    return RendezvousSettings("127.0.0.1", port, 2, 2, job, join_seconds=1.0, **more)
+
+
+def test_fewer_than_the_minimum(port: int) -> None:
+    message = rf"1 of at least 2 workers have come to 127\.0\.0\.1:{port} in 1 s, or they have not exchanged since"
+    with pytest.raises(TimeoutError, match=message):
+        join(settings(port, "few"))
+
+
+def test_a_rendezvous_that_cannot_be_reached() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(ConnectionError, match=rf"The rendezvous at 127\.0\.0\.1:{port} cannot be reached"):
+        join(settings(port, "nowhere"))
+
+
+def test_another_model_or_secret(port: int) -> None:
+    """The first worker of a job is right; another one does not disturb it."""
+    with pytest.raises(TimeoutError):
+        join(settings(port, "mine"), model="a", version=1)
+    with pytest.raises(ValueError, match=r"'mine' at this rendezvous trains something else: model: b here, a there\."):
+        join(settings(port, "mine"), model="b", version=1)
+    with pytest.raises(ValueError, match=r"'mine' at .* has another secret than this worker: set the same"):
+        join(settings(port, "mine", secret="?"), model="a", version=1)
+
+
+def test_a_job_that_is_over(port: int) -> None:
+    first = TorchRendezvous(settings(port, "over"))
+    with pytest.raises(TimeoutError):
+        first.run(lambda state: None, Worker())
+    first._close()
+    with pytest.raises(RuntimeError, match=r"Job 'over' at .* is over"):
+        join(settings(port, "over"))
+    with pytest.raises(RuntimeError, match="has returned in this process before"):
+        first.run(lambda state: None, Worker())
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("RENDEZVOUS", "somewhere", "must be the host:port of an hvdp rendezvous. Received: 'somewhere'"),
+        ("RENDEZVOUS", "a:99999", "must be the host:port"),
+        ("RANKS", "8:2", "must be the minimum and the maximum number of ranks, as in 2:8"),
+        ("RANKS", "0", "must be the minimum and the maximum"),
+        ("LOST_SECONDS", "soon", "must be a number of seconds, at least 1. Received: 'soon'"),
+        ("JOIN_SECONDS", "0", "must be a number of seconds, at least 1"),
+    ],
+)
+def test_settings_that_make_no_sense(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str) -> None:
+    monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
+    monkeypatch.setenv(f"HVD_PERIODIC_{variable}", value)
+    with pytest.raises(ValueError, match=f"HVD_PERIODIC_{variable} {message}"):
+        hvdp.elastic.State()
+
+
+def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "[::1]:29400")
+    found = RendezvousSettings.of_environment()
+    assert (found.host, found.port, found.minimum, found.one_host) == ("[::1]", 29400, 1, True)
+    for name, value in (("RANKS", "2:8"), ("JOB", "a"), ("SECRET", "b"), ("LOST_SECONDS", "3")):
+        monkeypatch.setenv(f"HVD_PERIODIC_{name}", value)
+    expected = replace(found, minimum=2, maximum=8, job="a", secret="b", lost_seconds=3.0)
+    assert RendezvousSettings.of_environment() == expected
+
+
+def test_training_outside_of_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvdp.ModelAverageOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 2, root_rank=1)
+    hvdp.elastic.State(model, optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="this process has not joined the other ranks: put model and optimizer into"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("process_set", [lambda: range(1), "a set"])
+def test_a_set_of_ranks_at_a_rendezvous(monkeypatch: pytest.MonkeyPatch, process_set: Any) -> None:
+    monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
+    model = torch.nn.Linear(2, 1)
+    local = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="so that all ranks exchange with each other, and the ranks change: leave out"):
+        hvdp.ModelAverageOptimizer(local, model, 2, process_set=process_set)
+
+
+def test_a_front_end_without_elastic_jobs_at_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    import hvd_periodic.numpy as arrays
+
+    monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
+    with pytest.raises(RuntimeError, match=r"only hvd_periodic\.torch trains in elastic jobs over torch\.distributed"):
+        arrays.ModelAverageOptimizer(arrays.SGD(0.1), {"x": np.zeros(2)}, 2)
+
+
+def test_only_a_state_is_run() -> None:
+    with pytest.raises(TypeError, match=r"takes an hvdp\.elastic\.State as its first argument\. Received: int"):
+        hvdp.elastic.run(lambda state: None)(5)
+
+
+# The state in the store
+
+ONE, OTHER = _NodeDesc("one", 1, 0), _NodeDesc("other", 1, 0)
+
+
+def state_of(port: int, job: str, own: str, secret: bytes = b"") -> RendezvousState:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    return RendezvousState(store, job, secret, own, 2.0, 1.0, lambda view: None)
+
+
+def written(change: Callable[[Any], None]) -> bytes:
+    state = _RendezvousState()
+    change(state)
+    return pickle.dumps(state)
+
+
+def set_of(state: RendezvousState, data: bytes, token: Any = None) -> tuple[bytes, Any, bool]:
+    found = state.set_state(data, token)
+    assert found is not None
+    return found
+
+
+def read(state: RendezvousState) -> Any:
+    found = state.get_state()
+    assert found is not None
+    return pickle.loads(found[0])
+
+
+@pytest.mark.parametrize("hours", [-24, 24])
+def test_the_clock_of_another_host_does_not_matter(port: int, hours: int) -> None:
+    """A day ahead or behind: who gives signs of life lives, and the state is the same as long as the workers are."""
+    there = datetime.now(UTC) + timedelta(hours=hours)
+    one, other = (state_of(port, f"clocks {hours}", name) for name in ("one", "other"))
+
+    def beat(state: Any, when: datetime = there) -> None:
+        state.participants = {OTHER: 0}
+        state.last_heartbeats = {OTHER: when}
+        state.deadline = there
+
+    def age() -> timedelta:
+        found: datetime = read(one).last_heartbeats[OTHER]
+        return datetime.now(UTC) - found
+
+    _, token, done = set_of(other, written(beat))
+    assert done
+    assert timedelta(0) <= age() < timedelta(seconds=1)
+    found = read(one)
+    assert timedelta(0) < found.deadline - datetime.now(UTC) <= timedelta(seconds=2)
+    time.sleep(0.05)
+    assert age() >= timedelta(seconds=0.05)
+    assert set_of(one, pickle.dumps(read(one)), token)[1:] == (token, True)
+    assert read(other).last_heartbeats[OTHER] == there
+    before = age()
+    assert set_of(other, written(lambda state: beat(state, there + timedelta(seconds=1))), token)[1] == token
+    assert age() < before
+
+
+def test_who_is_lost_and_who_waits(port: int) -> None:
+    one, _ = (state_of(port, "views", name) for name in ("one", "other"))
+
+    def complete(state: Any) -> None:
+        state.round, state.complete, state.participants = 3, True, {ONE: 0, OTHER: 1}
+
+    _, token, _ = set_of(one, written(complete))
+    assert (one.view.round, one.view.members, one.view.lost) == (3, {"one", "other"}, False)
+
+    def without(state: Any) -> None:
+        complete(state)
+        del state.participants[OTHER]
+        state.wait_list.add(OTHER)
+
+    one.set_state(written(without), token)
+    assert (one.view.round, one.view.lost, one.view.waiting) == (3, True, True)
+
+
+def test_a_round_stays_open_for_workers_of_the_former_one(port: int) -> None:
+    """Until one that does not come has given no sign of life for long."""
+    one, other = (state_of(port, "open", name) for name in ("one", "other"))
+
+    def complete(state: Any) -> None:
+        state.complete, state.participants = True, {ONE: 0, OTHER: 1}
+        state.last_heartbeats = {OTHER: datetime.now(UTC)}
+
+    def next_round(state: Any) -> None:
+        state.round, state.participants, state.deadline = 1, {ONE: 0}, datetime.now(UTC)
+
+    _, token, _ = set_of(other, written(complete))
+    assert read(one).complete
+    set_of(one, written(next_round), token)
+    first = read(one).deadline
+    time.sleep(0.1)
+    assert read(one).deadline > first + timedelta(seconds=0.09)
+    time.sleep(1.1)
+    second = read(one).deadline
+    time.sleep(0.1)
+    assert read(one).deadline < second + timedelta(seconds=0.09)
+
+
+def test_a_state_that_others_have_signed_or_that_names_other_classes(port: int) -> None:
+    state_of(port, "signed", "one", b"secret").set_state(written(lambda state: None))
+    with pytest.raises(OtherSecretError):
+        state_of(port, "signed", "other", b"guess").get_state()
+    one, data = state_of(port, "classes", "one"), b"cposix\ngetpid\n(tR."
+    with pytest.raises(pickle.UnpicklingError, match=r"names posix\.getpid, which no such state does"):
+        one._received(one.sign(data) + data)
