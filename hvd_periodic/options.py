@@ -43,7 +43,8 @@ class ExchangeOptions(TypedDict, total=False):
         error_decay: β in [0, 1]: the part of what a message did not send that is added to the next one, with a lossy
             ``compression``: m = message + β e, e ← m − sent. With 1, all arrives; with less, the rest is forgotten, and
             what moves slowly beside the rest of its chunk may never travel. SparseLoCo (arXiv 2508.15706) has 0.95.
-            Below 1 not for elastic averaging, which keeps what is not sent in the replica. Synchronous training only.
+            Below 1 not for elastic averaging, which keeps what is not sent in the replica. Synchronous training only,
+            with or without a ``quorum``.
         fragments: number F of parts of the parameters, of about equal size, that are exchanged one after another within
             every period of τ local steps: the f-th after ⌈f τ/F⌉ steps. The largest amount sent at once falls by a
             factor of F. Statistics and optimizer state travel with the last fragment; ``sync()`` and ``finalize()``

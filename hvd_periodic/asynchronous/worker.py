@@ -242,17 +242,21 @@ class Worker:
         yield
         self.interrupted = False
 
-    def exchange(self, parts: Sequence[TensorGroup[Any]], exchange: Exchange, left_out: bool = False) -> int:
+    def exchange(
+        self, parts: Sequence[TensorGroup[Any]], exchange: Exchange, left_out: bool = False, counts: bool = True
+    ) -> int:
         """Run one exchange of this worker; return the number of bytes that it pushed.
 
-        If it is left out of a round, it sends zeros, and starts from the center that it gets.
+        If it is left out of a round, it sends zeros, and starts from the center that it gets. If it has no weight, so
+        that it does not count, it sends zeros as well, and keeps its error memory; its own message is dropped once the
+        center has moved.
         """
         buckets, sent, residuals = list(all_buckets(parts)), 0, list[tuple[TensorGroup[Any], Bucket, Any]]()
 
         def payloads() -> Iterator[np.ndarray]:
             nonlocal sent
             for part, bucket in buckets:
-                if left_out:
+                if left_out or not counts:
                     payload = np.zeros_like(self._parts[parts.index(part)].new_payload(bucket))
                 elif part.error_feedback.wire.lossy:
                     packed, residual = part.packed(bucket, exchange)
@@ -276,6 +280,8 @@ class Worker:
                 if left_out:
                     part.start_from(bucket, center)
                 else:
+                    if not counts:
+                        part.payload(bucket, exchange)  # Empties what the worker has gathered.
                     part.pull(bucket, center, replace(exchange, cut=cut))
             if moved:
                 for part, bucket, residual in residuals:

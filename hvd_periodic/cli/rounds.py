@@ -37,10 +37,10 @@ def clocks(part: Part) -> dict[int, float]:
     """Return the seconds by which the clock of every rank is ahead of the first rank's: 0 on the same host."""
     reference = min(part.segments)
     hosts = {rank: segment.facts.get("host") for rank, segment in part.segments.items()}
-    ends: dict[int, dict[int, float]] = {
+    ends: dict[int, dict[tuple[int, tuple[int, ...]], float]] = {
         rank: {
-            report.number or report.rounds: report.came + report.waited
-            for report in segment.reports
+            (report.number or report.rounds, tuple(report.members or ())): report.came + report.waited
+            for report in reversed(segment.reports)
             if report.waited is not None
         }
         for rank, segment in part.segments.items()
@@ -56,27 +56,29 @@ def clocks(part: Part) -> dict[int, float]:
 def rounds_of(part: Part) -> list[RoundSummary]:
     """Return the rounds of a part in their order; none without a quorum."""
     ahead = clocks(part)
-    reports: dict[int, dict[int, Report]] = {}
+    reports: dict[tuple[int, tuple[int, ...]], dict[int, Report]] = {}
+    """By number and members: a round that moves nothing has the number of the one before."""
     for rank, segment in part.segments.items():
         for report in segment.reports:
             if report.number is not None and report.members is not None and report.waited is not None:
-                reports.setdefault(report.number, {})[rank] = report
+                reports.setdefault((report.number, tuple(sorted(report.members))), {}).setdefault(rank, report)
+
+    def closing(key: tuple[int, tuple[int, ...]]) -> float:
+        return min(each.came + (each.waited or 0.0) - ahead[rank] for rank, each in reports[key].items())
+
+    order = sorted(reports, key=lambda key: (key[0], closing(key)))
     following: dict[int, float] = {}
     """When every rank came to the next round that it was in, by the clock of the first rank."""
     found: list[RoundSummary] = []
-    for number in sorted(reports, reverse=True):
-        met = reports[number]
-        members = sorted(next(iter(met.values())).members or ())
-        closed = min(each.came + (each.waited or 0.0) - ahead[rank] for rank, each in met.items())
+    for place in reversed(range(len(order))):
+        (number, members), met, closed = order[place], reports[order[place]], closing(order[place])
         absent = [rank for rank in part.ranks if rank not in members]
         late = {rank: max(0.0, following[rank] - closed) for rank in absent if rank in following}
-        newly = _members(reports, number - 1) if number - 1 in reports else part.ranks
+        known = place > 0 and order[place - 1][0] >= number - 1
+        newly = order[place - 1][1] if known else part.ranks
         missing = [rank for rank in absent if rank in newly]
         saved = None if any(rank not in late for rank in missing) else max((late[r] for r in missing), default=0.0)
         following |= {rank: each.came - ahead[rank] for rank, each in met.items()}
-        found.append(RoundSummary(number, members, {rank: each.missed for rank, each in met.items()}, late, saved))
+        missed = {rank: each.missed for rank, each in met.items()}
+        found.append(RoundSummary(number, list(members), missed, late, saved))
     return found[::-1]
-
-
-def _members(reports: Mapping[int, Mapping[int, Report]], number: int) -> Sequence[int]:
-    return next(iter(reports[number].values())).members or ()

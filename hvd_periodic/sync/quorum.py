@@ -91,7 +91,12 @@ class WithQuorum(Asynchronous[V]):
         outer = exchanged.center_optimizer
         self.worker = Worker(membership, exchanged.replica, outer, shared, False, use_locking, quorum=quorum)
         groups = exchanged.groups(
-            tensors, self.worker.placements, membership, wire=context.wire, keeps_taken=keeps_taken
+            tensors,
+            self.worker.placements,
+            membership,
+            wire=context.wire,
+            error_decay=context.error_decay,
+            keeps_taken=keeps_taken,
         )
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
@@ -106,6 +111,7 @@ class WithQuorum(Asynchronous[V]):
             "weight": weight_in_words(context.handshake.weight),
             "staleness_power": context.staleness_power,
             "compression": described(context.wire),
+            "error_decay": context.error_decay,
             "max_message_norm": context.bounds and context.bounds.message,
             "max_mean_norm": context.bounds and context.bounds.mean,
             **self.worker.facts(),
@@ -152,11 +158,12 @@ class WithQuorum(Asynchronous[V]):
             own = self._status(purpose)
             step, size = own.counters.local_steps, context.membership.communicator.size
             with context.handshake.remember_failure(step):
-                self._hub.introduce(context.handshake.record(own, purpose))
+                record = context.handshake.record(own, purpose)
+                self._hub.introduce(record)
                 gradients = max(own.counters.gradients, 1)
                 exchange = Exchange(size, max(own.clock.period, 1), gradients, rates=self._rates())
-                excluded = own.excluded is not None
-                sent = self.worker.exchange(list(self.tensor_groups), exchange, left_out=excluded)
+                excluded, counts = own.excluded is not None, record.weight != 0
+                sent = self.worker.exchange(list(self.tensor_groups), exchange, left_out=excluded, counts=counts)
                 if own.excluded is not None:
                     note_exclusion(context, own.excluded)
             closed = self._hub.round

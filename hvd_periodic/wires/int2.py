@@ -27,9 +27,7 @@ class Int2(Blockwise):
 
     Example:
         >>> import numpy as np
-        >>> import numpy as np
-
-    from hvd_periodic.vectors.coding import Coding
+        >>> from hvd_periodic.vectors.coding import Coding
         >>> coding, wire = Coding(), Int2()
         >>> payload = wire.encode(coding, np.array([[1.0, -2.0, 0.5, 0.0]], "f4"))
         >>> payload.nbytes, wire.decode(coding, payload, 4)

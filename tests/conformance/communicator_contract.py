@@ -22,6 +22,7 @@ LAUNCHERS = {
     "MPICommunicator": "mpirun",
     "HorovodCommunicator": "horovodrun",
     "TorchDistributedCommunicator": "torchrun",
+    "AwaitedRanks": "hvdp.elastic.run",  # Refuses to exchange; ranks that have joined have the one above.
 }
 """What starts the ranks of each communicator: plain pytest, here, or a launcher, in tests/parallel."""
 

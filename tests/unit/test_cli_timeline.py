@@ -261,3 +261,21 @@ def test_the_waiting_that_a_quorum_has_saved(tmp_path: Path) -> None:
     details = [event["args"] for event in spans(traced(folder), "round 2")]
     assert [each["came after the close"] for each in details] == ["rank 2: 6.0 s"] * 2
     assert [each["seconds of waiting saved"] for each in details] == [6.0] * 2
+
+
+def test_a_round_that_moves_nothing_has_the_number_of_the_one_before(tmp_path: Path) -> None:
+    """Rounds with other members are rounds of their own; of repeated ones the first counts."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    members = [[0, 1, 2], [0, 1], [0, 2]]
+    for rank in range(3):
+        rounds = [(i, ranks) for i, ranks in enumerate(members) if rank in ranks]
+        began, *exchanged = lines(rank, [1.0] * len(rounds), ranks=[0, 1, 2], quorum=2)
+        for line, (i, ranks) in zip(exchanged, rounds, strict=True):
+            line |= {"came": 10.0 * i, "number": 1, "members": ranks}
+        repeated = exchanged[-1] | {"came": 30.0}
+        text = "".join(json.dumps(line) + "\n" for line in (began, *exchanged, repeated))
+        (folder / f"rank-{rank}.jsonl").write_text(text)
+    found = rounds_of(read_run(folder).trainings[0].parts[0])
+    assert [each.members for each in found] == members
+    assert [each.late for each in found] == [{}, {2: 9.0}, {}]

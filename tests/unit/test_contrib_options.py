@@ -107,6 +107,9 @@ def test_own_variables_have_no_center(name: str, asynchronous: bool, tmp_path: A
     optimizer = make(name, getter, tf.train.GradientDescentOptimizer(0.5), **options)
     train = optimizer.minimize(tf.reduce_sum(a) + tf.reduce_sum(b))
     initialize, saver = optimizer.get_init_op(0), optimizer.swapping_saver()
+    names = {each.op.name for each in tf.global_variables()}
+    assert {"b", "global_center_variable/a"} <= names, "a plain saver saves these"
+    assert not {"a", "global_center_variable/b"} & names
     with tf.Session() as session:
         session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
         session.run(b.assign([7.0, 8.0]))

@@ -294,6 +294,52 @@ def test_error_memory_stays_where_a_round_moves_nothing() -> None:
         assert (third == second).all() == (rank == 1)
 
 
+def test_error_memory_decays_in_rounds_as_synchronously() -> None:
+    """Rounds of all, with equal weights, are synchronous exchanges to the bit; settings that differ are refused."""
+
+    def work(communicator: Communicator, decay: float = 0.5, **more: Any) -> Any:
+        xs = {"w": np.zeros(12)}
+        options: dict[str, Any] = {"process_set": communicator, "compression": Compression.topk(0.2), **more}
+        optimizer = PeriodicOptimizer(SGD(0.1), xs, DiLoCo(), 1, error_decay=decay, **options)
+        optimizer.synchronizer.begin()
+        if more:
+            optimizer.synchronizer.exchanger.replay([range(3)] * 4)  # type: ignore[attr-defined]
+            communicator.allgather_object(None, "replayed")
+        for number in range(4):
+            optimizer.step([np.sin(np.arange(12.0) + communicator.rank + number)])
+        return xs["w"].copy(), unsent(optimizer)
+
+    for here, there in zip(run_ranks(3, lambda c: work(c, quorum=2)), run_ranks(3, work), strict=True):
+        for one, other in zip(here, there, strict=True):
+            np.testing.assert_array_equal(one, other)
+    for kind, found in errors(3, lambda c: work(c, 0.5 + c.rank / 10, quorum=2)):
+        assert kind is ValueError
+        assert "They differ in error_decay" in found
+
+
+def test_a_rank_without_weight_keeps_its_error_memory() -> None:
+    """What it has not sent yet arrives later; the message without weight is dropped."""
+    moves, weights = ((0.0, 0.0), (3.0, 2.0)), ((1.0, 1.0), (1.0, 0.0), (1.0, 1.0))
+
+    def work(communicator: Communicator) -> Any:
+        number, x = 0, np.zeros(2)
+        options: dict[str, Any] = {"process_set": communicator, "quorum": 2, "compression": Compression.topk(0.5)}
+        options |= {"weight": lambda: [*weights[number], 1.0][communicator.rank]}
+        optimizer = PeriodicOptimizer(SGD(1.0), {"w": x}, DiLoCo(1.0, 0.0), 1, **options)
+        optimizer.synchronizer.begin()
+        optimizer.synchronizer.exchanger.replay([range(3)] * 3)  # type: ignore[attr-defined]
+        communicator.allgather_object(None, "replayed")
+        seen = []
+        for number in range(3):
+            move = (*moves, (0.0, 0.0))[communicator.rank] if number == 0 else (0.0, 0.0)
+            optimizer.step([-np.array(move)])
+            seen.append(3 * x)
+        return seen
+
+    for seen in run_ranks(3, work):
+        np.testing.assert_allclose(seen, [[3.0, 0.0], [3.0, 0.0], [3.0, 2.0]])
+
+
 @pytest.mark.parametrize(
     ("algorithm", "options", "text"),
     [

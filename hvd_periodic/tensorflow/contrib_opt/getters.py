@@ -124,15 +124,23 @@ class CustomGetter:
     def keep_out(self, own: Iterable[Any], following: Iterable[Any]) -> None:
         """Forget the centers of variables that are not exchanged, and companions where the algorithm does not act.
 
+        They leave the collections, from which savers take what they save. A rank's own variable, which the center would
+        have stood for there, joins the global ones.
+
         Args:
             own: variables that are this rank's own.
             following: variables that take the root's values.
         """
+        own = list(own)
         self.own |= {variable.ref() for variable in own}
-        for reference in self.own:
-            self.centers.pop(reference, None)
-        for reference in (*self.own, *(variable.ref() for variable in following)):
-            self.companions.pop(reference, None)
+        for variable in own:
+            if variable.ref() in self.centers:
+                _leave_collections(self.centers.pop(variable.ref()))
+                _leave_collections(variable, [_COLLECTIONS.LOCAL_VARIABLES])
+                tf.compat.v1.add_to_collections([_COLLECTIONS.GLOBAL_VARIABLES], variable)
+        for variable in (*own, *following):
+            if variable.ref() in self.companions:
+                _leave_collections(self.companions.pop(variable.ref()))
 
     def accompany(self, local: Any) -> None:
         """Create the center and companion of a local replica, unless they exist or it has none."""
@@ -233,3 +241,10 @@ def can_be_sent(variable: Any) -> bool:
 def _can_be_averaged(variable: Any) -> bool:
     """Return whether a variable holds real numbers, as moving averages do, and has a fixed shape."""
     return bool(variable.dtype.base_dtype.is_floating and variable.shape.is_fully_defined())
+
+
+def _leave_collections(variable: Any, keys: Iterable[str] | None = None) -> None:
+    """Take a variable out of collections of its graph; of all by default."""
+    for key in variable.graph.get_all_collection_keys() if keys is None else keys:
+        found = variable.graph.get_collection_ref(key)
+        found[:] = [each for each in found if each is not variable]
