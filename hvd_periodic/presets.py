@@ -28,9 +28,12 @@ def sparse_loco(period: int | Schedule | Callable[[Clock], int] = 30) -> dict[st
         period: local steps between exchanges, or a schedule.
 
     Example:
-        >>> sparse_loco()
-        {'algorithm': DiLoCo(outer_learning_rate=1.0, outer_momentum=0.0, ...), 'period': 30,
-         'compression': ChunkedTopK(chunk=4096, keep=64), 'error_decay': 0.95}
+        >>> for name, value in sparse_loco().items():
+        ...     print(name, "=", value)
+        algorithm = DiLoCo(outer_learning_rate=1.0, outer_momentum=0.0, nesterov=True)
+        period = 30
+        compression = ChunkedTopK(chunk=4096, keep=64)
+        error_decay = 0.95
 
     References:
         Sarfi et al.: Communication Efficient LLM Pre-training with SparseLoCo. arXiv 2508.15706 (2025).
