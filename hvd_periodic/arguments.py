@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -108,6 +110,30 @@ def require_int(value: object, argument: str, minimum: int) -> int:
     if number < minimum:
         raise ValueError(message)
     return number
+
+
+def seconds_in_environment(variable: str, default: float, least: float, allowed: str) -> float:
+    """Return the seconds that an environment variable sets.
+
+    Args:
+        variable: the variable.
+        default: the seconds if it is not set, or empty.
+        least: the least value.
+        allowed: that, in the words of the error.
+
+    Raises:
+        ValueError: they are not a number of at least ``least``.
+    """
+    text = os.environ.get(variable, "").strip()
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = math.nan
+    if not least <= seconds < math.inf:
+        raise ValueError(
+            f"The environment variable {variable} must be a number of seconds, {allowed}. Received: {text!r}"
+        )
+    return seconds
 
 
 def described(value: object) -> str:

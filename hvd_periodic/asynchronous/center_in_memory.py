@@ -223,11 +223,8 @@ class CenterInMemory:
         discount = tensors.discount(exchange)
         message = message if discount == 1 else space.scale(discount, message)
         exchange = replace(exchange, completes=self.ledger.completes(index, exchange.size))
-        moved = self._moved(part, bucket, center, message, exchange)
-        for key, vector in moved.items():
-            if vector is not center[key]:
-                stores[key].write(bucket, vector)
-        return np.array(algorithm.publish(space, center | moved, exchange)) if algorithm.reads_after else before
+        after = self._move(part, bucket, center, message, exchange)
+        return after if algorithm.reads_after else before
 
     def new_payload(self, index: int) -> np.ndarray:
         """Return an array for what a worker sends to a round on a bucket."""
@@ -284,11 +281,18 @@ class CenterInMemory:
         if index < self.optimized:
             self.set_total(index, total, exchange)
             return before
-        moved = self._moved(part, bucket, center, total, exchange)
+        after = self._move(part, bucket, center, total, exchange)
+        return after if algorithm.reads_after else before
+
+    def _move(
+        self, part: int, bucket: Bucket, center: State[Any], message: np.ndarray, exchange: Exchange
+    ) -> np.ndarray:
+        """Move the vectors of a bucket; return a copy of what workers see of them then."""
+        moved = self._moved(part, bucket, center, message, exchange)
         for key, vector in moved.items():
             if vector is not center[key]:
-                stores[key].write(bucket, vector)
-        return np.array(algorithm.publish(space, center | moved, exchange)) if algorithm.reads_after else before
+                self.vectors[part][key].write(bucket, vector)
+        return np.array(self.parts[part].algorithm.publish(self.space, center | moved, exchange))
 
     def _moved(
         self, part: int, bucket: Bucket, center: State[Any], message: np.ndarray, exchange: Exchange

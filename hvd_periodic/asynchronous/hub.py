@@ -29,9 +29,12 @@ _COME, _FAIL, _APART, _BACK, _END = range(16, 21)
 back; its process ends without finalize(). What it has to say and its payloads follow the first at once, without an
 answer in between."""
 
-_NOTHING, _MOVED, _FAILED = range(3)
-"""What has become of a round: nothing moved, as nobody had anything to contribute; the center moved; or it did not
-close."""
+_NOTHING, _TAKEN, _MOVED, _FAILED = range(4)
+"""What has become of a round for a worker: nothing moved, as nobody had anything to contribute; nor did the center, but
+this worker, which is left out, takes it; the center moved; or the round did not close."""
+
+_PULLS = (_TAKEN, _MOVED)
+"""After these, the vectors follow that the worker pulls."""
 
 _LOOK = 0.1
 """Seconds between two looks for ranks that have died."""
@@ -183,8 +186,7 @@ class HubTransport(ServiceTransport):
         self._wait([*sending, answer])
 
         def pulled() -> Iterator[np.ndarray]:
-            takes = verdict[0] == _MOVED or (verdict[0] == _NOTHING and sent.record.left_out)
-            buffers = [empty(bucket) for bucket in self._buckets[: self._count]] if takes else []
+            buffers = [empty(bucket) for bucket in self._buckets[: self._count]] if verdict[0] in _PULLS else []
             receiving = [self._replies.receive(out, self.root, payload_tag(i) + 1) for i, out in enumerate(buffers)]
             for request, out in zip(receiving, buffers, strict=True):
                 self._wait([request])
@@ -376,11 +378,10 @@ class Hub(Service):
         number = int(self._center.ledger.rounds[0])
         told = [*members, *(word for each in taking for word in integers(each.record))]
         for place, worker in enumerate(members):
-            what, missed = _MOVED if closed.moved else _NOTHING, closed.staleness[place]
+            what = _MOVED if closed.moved else _TAKEN if taking[place].record.left_out else _NOTHING
             norms = np.array([closed.norms[place], closed.cuts[place], closed.mean_norm])
-            verdict = [what, number, len(members), missed, *norms.view(np.int64).tolist(), *told]
-            takes = closed.moved or taking[place].record.left_out
-            self._tell(worker, verdict, closed.pulled if takes else [])
+            verdict = [what, number, len(members), closed.staleness[place], *norms.view(np.int64).tolist(), *told]
+            self._tell(worker, verdict, closed.pulled if what in _PULLS else [])
 
     def _tell_failure(self, text: str) -> bool:
         """Tell all who wait that no round closes any more; return whether anybody did."""

@@ -267,12 +267,12 @@ class Worker:
                 sent += payload.nbytes
                 yield payload
 
-        moved = False
+        pulls = False
         with self.transaction():
             # All buckets, or none if nobody had anything to contribute to a round. The transport comes first: asked for
             # one bucket more, it receives the staleness.
             for pulled, (part, bucket) in zip(self.transport.exchange(exchange, payloads()), buckets, strict=False):
-                moved = True
+                pulls = True
                 cut = self.transport.cut if part is parts[0] else None
                 center = self._replica.from_host(pulled, bucket)
                 if self.on_pull is not None:
@@ -283,7 +283,7 @@ class Worker:
                     if not counts:
                         part.payload(bucket, exchange)  # Empties what the worker has gathered.
                     part.pull(bucket, center, replace(exchange, cut=cut))
-            if moved:
+            if pulls:
                 for part, bucket, residual in residuals:
                     part.error_feedback.keep(bucket, residual)
                 for part in parts:

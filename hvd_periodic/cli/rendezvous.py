@@ -14,7 +14,6 @@ import socket
 import threading
 from typing import Any
 
-from hvd_periodic.arguments import require_int
 from hvd_periodic.cli.usage_error import UsageError, as_usage_error
 
 PORT = 29400
@@ -31,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until this process is interrupted."""
     with as_usage_error():
-        require_int(arguments.port, "`--port`", 0)
+        if not 0 <= arguments.port < 2**16:
+            raise ValueError(f"`--port` must be a TCP port, from 0 to 65535. Received: {arguments.port}")
     try:
         import torch.distributed as distributed
     except ImportError as error:

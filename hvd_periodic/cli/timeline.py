@@ -113,12 +113,14 @@ def _events(run: Run, start: float, advance: output.Advance) -> Iterator[Event]:
     for i, training in enumerate(run.trainings):
         free = dict.fromkeys(training.ranks, 0)
         for part in training.parts:
-            ahead, spans, of_number = clocks(part), {}, {each.number: each for each in rounds_of(part)}
+            ahead, spans = clocks(part), {}
+            met = {(each.number, tuple(each.members)): each for each in rounds_of(part)}
             for rank, segment in sorted(part.segments.items()):
                 spans[rank] = _spans(segment, start + ahead[rank], free[rank])
                 free[rank] = max((span.end for span in spans[rank]), default=free[rank])
                 for number, span in enumerate(spans[rank], 1):
-                    yield from _exchange(span, threads[rank, i], of_number.get(span.report.number or 0))
+                    key = span.report.number or 0, tuple(sorted(span.report.members or ()))
+                    yield from _exchange(span, threads[rank, i], met.get(key))
                     if number % _OFTEN == 0:
                         advance(_OFTEN)
                 advance(len(spans[rank]) % _OFTEN)

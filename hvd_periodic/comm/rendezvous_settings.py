@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_periodic.arguments import require_int
+from hvd_periodic.arguments import require_int, seconds_in_environment
 from hvd_periodic.comm.handshake import Record
 from hvd_periodic.comm.local import LocalCommunicator
 
@@ -98,23 +97,9 @@ class RendezvousSettings:
             most,
             os.environ.get(JOB, "").strip() or cls.job,
             os.environ.get(SECRET, ""),
-            _seconds(LOST, cls.lost_seconds),
-            _seconds(PATIENCE, cls.join_seconds),
+            seconds_in_environment(LOST, cls.lost_seconds, 1, "at least 1"),
+            seconds_in_environment(PATIENCE, cls.join_seconds, 1, "at least 1"),
         )
-
-
-def _seconds(variable: str, default: float) -> float:
-    """Return the seconds that an environment variable sets."""
-    text = os.environ.get(variable, "").strip()
-    try:
-        seconds = float(text) if text else default
-    except ValueError:
-        seconds = math.nan
-    if not 1 <= seconds < math.inf:
-        raise ValueError(
-            f"The environment variable {variable} must be a number of seconds, at least 1. Received: {text!r}"
-        )
-    return seconds
 
 
 class AwaitedRanks(LocalCommunicator):

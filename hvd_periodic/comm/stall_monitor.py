@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import secrets
 import socket
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_periodic.arguments import seconds_in_environment
 from hvd_periodic.comm.collective_tracker import TICK, CollectiveTracker, StallQuery, Wait, at_step, trackers
 from hvd_periodic.comm.exit_notice import OVER, Failures, prints_every_traceback, send_exit_notices
 from hvd_periodic.comm.process_end import end_now
@@ -68,16 +68,7 @@ def warn_seconds() -> float:
     Raises:
         ValueError: they are not a number of at least 0.
     """
-    text = os.environ.get(VARIABLE, "").strip()
-    try:
-        seconds = float(text) if text else _DEFAULT_SECONDS
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise ValueError(
-            f"The environment variable {VARIABLE} must be a number of seconds, or 0 for no warnings. Received: {text!r}"
-        )
-    return seconds
+    return seconds_in_environment(VARIABLE, _DEFAULT_SECONDS, 0, "or 0 for no warnings")
 
 
 class StallMonitor:

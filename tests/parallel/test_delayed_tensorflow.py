@@ -24,6 +24,7 @@ import tensorflow as tf  # noqa: E402
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic.asynchronous.worker import VARIABLE  # noqa: E402
+from tests.parallel.keras_resume import saved  # noqa: E402
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -153,57 +154,22 @@ def saved_at_rest() -> Any:
         if hvd.rank() == 0:
             trainer.take()
         barrier()
-        resumed = WAYS[way](trainer, name, FOLDER[0] / f"{mode} {name}")
+        resumed = saved(way, trainer, FOLDER[0] / f"{mode} {name}", *successors(trainer, name))
         expected = trainer.in_turn(order)
         found = resumed().in_turn(order)
         results[f"{mode} {name} {way}"] = found == expected
     return results
 
 
-def by_model(trainer: Trainer, name: str, folder: Path) -> Callable[[], Trainer]:
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{hvd.rank()}.keras"
-    trainer.model.save(path)
-    barrier()
+def successors(trainer: Trainer, name: str) -> tuple[Callable[[], Trainer], Callable[[Any], Trainer]]:
+    """Return what makes a worker whose training has not begun, and one that goes on with a loaded model."""
 
-    def resumed() -> Trainer:
-        trainer.optimizer.finalize()
-        return Trainer(trainer.mode, name, True, keras.models.load_model(path))
-
-    return resumed
-
-
-def by_set(trainer: Trainer, name: str, folder: Path) -> Callable[[], Trainer]:
-    hvdp.save(folder, trainer.model, trainer.optimizer)
-
-    def resumed() -> Trainer:
-        trainer.optimizer.finalize()
+    def fresh() -> Trainer:
         other = Trainer(trainer.mode, name, True)
         other.optimizer.finalize()
-        hvdp.load(folder, other.model, other.optimizer)
-        other.optimizer.synchronizer.begin()
         return other
 
-    return resumed
-
-
-def by_state(trainer: Trainer, name: str, folder: Path) -> Callable[[], Trainer]:
-    state, weights = trainer.optimizer.synchronizer.state_dict(), trainer.model.get_weights()
-    barrier()
-
-    def resumed() -> Trainer:
-        trainer.optimizer.finalize()
-        other = Trainer(trainer.mode, name, True)
-        other.optimizer.finalize()
-        other.optimizer.synchronizer.load_state_dict(state)
-        other.model.set_weights(weights)
-        other.optimizer.synchronizer.begin()
-        return other
-
-    return resumed
-
-
-WAYS = {"model": by_model, "set": by_set, "state": by_state}
+    return fresh, lambda model: Trainer(trainer.mode, name, True, model)
 
 
 def test_what_was_saved_at_rest_resumes_exactly(ranks: list[dict[str, Any]]) -> None:

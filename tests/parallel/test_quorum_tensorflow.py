@@ -23,6 +23,7 @@ import tensorflow as tf  # noqa: E402
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import AGN, BMUF, EASGD, Averaging, DiLoCo, PostLocal, SlowMo  # noqa: E402
+from tests.parallel.keras_resume import saved  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -207,7 +208,7 @@ def saved_at_rest() -> Any:
     for name, way in (("diloco", "model"), ("agn", "model"), ("bmuf", "set"), ("agn", "set"), ("slowmo", "state")):
         trainer, folder = Trainer(ALGORITHMS[name]()[0], compiled=True, **ALGORITHMS[name]()[1]), FOLDER[0] / name / way
         trainer.rounds(BEFORE)
-        resumed = WAYS[way](trainer, name, folder)
+        resumed = saved(way, trainer, folder, lambda name=name: fresh(name), lambda model: Trainer(None, True, model))
         expected = trainer.rounds(AFTER)
         results[f"{name} {way}"] = resumed().rounds(AFTER) == expected
     return results
@@ -217,50 +218,6 @@ def fresh(name: str) -> Trainer:
     """Return a worker whose training has not begun."""
     algorithm, options = ALGORITHMS[name]()
     return Trainer(algorithm, compiled=True, start=False, **options)
-
-
-def by_model(trainer: Trainer, name: str, folder: Path) -> Callable[[], Trainer]:
-    folder.mkdir(exist_ok=True, parents=True)
-    path = folder / f"{hvd.rank()}.keras"
-    trainer.model.save(path)
-    barrier()
-
-    def resumed() -> Trainer:
-        trainer.optimizer.finalize()
-        return Trainer(None, True, keras.models.load_model(path))
-
-    return resumed
-
-
-def by_set(trainer: Trainer, name: str, folder: Path) -> Callable[[], Trainer]:
-    hvdp.save(folder, trainer.model, trainer.optimizer)
-
-    def resumed() -> Trainer:
-        trainer.optimizer.finalize()
-        other = fresh(name)
-        hvdp.load(folder, other.model, other.optimizer)
-        other.optimizer.synchronizer.begin()
-        return other
-
-    return resumed
-
-
-def by_state(trainer: Trainer, name: str, folder: Path) -> Callable[[], Trainer]:
-    state, weights = trainer.optimizer.synchronizer.state_dict(), trainer.model.get_weights()
-    barrier()
-
-    def resumed() -> Trainer:
-        trainer.optimizer.finalize()
-        other = fresh(name)
-        other.optimizer.synchronizer.load_state_dict(state)
-        other.model.set_weights(weights)
-        other.optimizer.synchronizer.begin()
-        return other
-
-    return resumed
-
-
-WAYS = {"model": by_model, "set": by_set, "state": by_state}
 
 
 def test_what_was_saved_at_rest_resumes_exactly(ranks: list[dict[str, Any]]) -> None:

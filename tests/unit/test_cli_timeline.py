@@ -272,10 +272,12 @@ def test_a_round_that_moves_nothing_has_the_number_of_the_one_before(tmp_path: P
         rounds = [(i, ranks) for i, ranks in enumerate(members) if rank in ranks]
         began, *exchanged = lines(rank, [1.0] * len(rounds), ranks=[0, 1, 2], quorum=2)
         for line, (i, ranks) in zip(exchanged, rounds, strict=True):
-            line |= {"came": 10.0 * i, "number": 1, "members": ranks}
-        repeated = exchanged[-1] | {"came": 30.0}
+            line |= {"came": 10.0 * (i + 1), "time": 10.0 * (i + 1) + 1.1, "number": 1, "members": ranks}
+        repeated = exchanged[-1] | {"came": 40.0, "time": 41.1}
         text = "".join(json.dumps(line) + "\n" for line in (began, *exchanged, repeated))
         (folder / f"rank-{rank}.jsonl").write_text(text)
     found = rounds_of(read_run(folder).trainings[0].parts[0])
     assert [each.members for each in found] == members
     assert [each.late for each in found] == [{}, {2: 9.0}, {}]
+    late = [event["args"].get("came after the close") for event in spans(traced(folder), "round 1")]
+    assert list(filter(None, late)) == ["rank 2: 9.0 s"] * 3, "of both members, and once repeated"

@@ -48,6 +48,18 @@ class Trainer:
         for _ in range(PERIOD):
             self.optimizer.step([CURVATURE[self.rank] * (self.x - MINIMUM[self.rank])])
 
+    def centers_after(self, sets: Sequence[Sequence[int]]) -> list[float]:
+        """Return the center after each round of given workers, of whom each takes a period of steps before."""
+        self.replay([sorted(members) for members in sets])
+        centers = []
+        for members in sets:
+            if self.rank in members:
+                self.period()
+            self.communicator.allgather_object(None, "closed")
+            centers.append(self.center())
+            self.communicator.allgather_object(None, "seen")
+        return centers
+
     def center(self) -> float:
         return float(self.optimizer.synchronizer.state_dict()["vectors"]["parameters"]["center"]["x"][0])
 
@@ -316,16 +328,9 @@ def test_long_absence_weights_and_staleness(kind: str, algorithm: Algorithm, pow
     weights = (1.0, 3.0, 0.5)
 
     def work(communicator: Communicator) -> list[float]:
-        trainer = Trainer(communicator, algorithm, quorum=2, weight=weights[communicator.rank], staleness_power=power)
-        trainer.replay([sorted(members) for members in LONG])
-        centers = []
-        for members in LONG:
-            if trainer.rank in members:
-                trainer.period()
-            communicator.allgather_object(None, "closed")
-            centers.append(trainer.center())
-            communicator.allgather_object(None, "seen")
-        return centers
+        weight = weights[communicator.rank]
+        trainer = Trainer(communicator, algorithm, quorum=2, weight=weight, staleness_power=power)
+        return trainer.centers_after(LONG)
 
     expected = oracle(kind, LONG, weights, power)
     for centers in run_ranks(3, work):

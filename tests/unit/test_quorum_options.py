@@ -109,15 +109,7 @@ def test_in_rounds_of_some_messages_are_bounded_among_them(kind: str, bound: flo
 
     def work(communicator: Communicator) -> tuple[list[float], float]:
         trainer = Trainer(communicator, algorithm, quorum=2, max_message_norm=bound, max_mean_norm=mean)
-        trainer.replay([sorted(members) for members in LONG])
-        centers = []
-        for members in LONG:
-            if communicator.rank in members:
-                trainer.period()
-            communicator.allgather_object(None, "closed")
-            centers.append(trainer.center())
-            communicator.allgather_object(None, "seen")
-        return centers, float(trainer.x[0])
+        return trainer.centers_after(LONG), float(trainer.x[0])
 
     x, h, c, pending, expected = [0.0] * 3, [0.0] * 3, 0.0, [True] * 3, []
     for members in LONG:

@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (  # noqa: E
 )
 
 import hvd_periodic.torch as hvdp  # noqa: E402
+from hvd_periodic.cli.main import main  # noqa: E402
 from hvd_periodic.comm.rendezvous_settings import RendezvousSettings  # noqa: E402
 from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState  # noqa: E402
 from hvd_periodic.comm.torch_rendezvous import TorchRendezvous  # noqa: E402
@@ -258,3 +259,9 @@ def test_a_state_that_others_have_signed_or_that_names_other_classes(port: int) 
     one, data = state_of(port, "classes", "one"), b"cposix\ngetpid\n(tR."
     with pytest.raises(pickle.UnpicklingError, match=r"names posix\.getpid, which no such state does"):
         one._received(one.sign(data) + data)
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_is_none(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rendezvous", "--port", str(port)]) == 2
+    assert f"`--port` must be a TCP port, from 0 to 65535. Received: {port}" in capsys.readouterr().err
