@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,6 +71,15 @@ class Everywhere:
         yield
         modules = (sys.modules.get(f"horovod.{name}") for name in ("torch", "tensorflow"))
         assert not any(module.is_initialized() for module in modules if module is not None)
+
+    @pytest.fixture(autouse=True)
+    def transports_are_not_left_open(self) -> Iterator[None]:
+        """Fail if a thread that serves a center or connections outlives its test, and takes time from later ones."""
+        yield
+        for thread in threading.enumerate():
+            if thread.name in ("hvd_periodic service", "hvd_periodic connections"):
+                thread.join(PATIENCE)
+                assert not thread.is_alive(), f"{thread.name} still runs"
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvd_periodic.comm.peers import Peers
 from hvd_periodic.comm.socket_mesh import connect_all
+from hvd_periodic.comm.socket_messages import SocketMessages
 from hvd_periodic.comm.threads import ThreadCommunicator
 from hvd_periodic.comm.transports import Messages, SharedMemory
 
@@ -18,12 +19,25 @@ def connected(communicator: ThreadCommunicator, **options: Any) -> dict[int, soc
     return connect_all(communicator.rank, communicator.size, gather, one_host=True, **options)
 
 
+def closed_at_the_end(communicator: ThreadCommunicator, messages: SocketMessages) -> SocketMessages:
+    """Return messages that are closed when all threads have ended, as those of processes are."""
+    communicator._group.at_end.append(messages.close)
+    return messages
+
+
+class _ClosedPeers(Peers):
+    _communicator: ThreadCommunicator
+
+    def _connected(self) -> SocketMessages:
+        return closed_at_the_end(self._communicator, super()._connected())
+
+
 class OverSockets(ThreadCommunicator):
     """Threads that share no memory, and reach each other over TCP."""
 
     def __init__(self, threads: ThreadCommunicator) -> None:
         super().__init__(threads.rank, threads._group)
-        self.peers = Peers(threads, one_host=True)
+        self.peers = _ClosedPeers(threads, one_host=True)
 
     def shares_memory(self) -> bool:
         return False

@@ -202,11 +202,12 @@ class SocketMessages(Messages):
         abort()
 
     def close(self) -> None:
-        """Send what is still to be sent, and close the connections."""
+        """Send what is still to be sent, and close the connections, unless they are closed."""
         with self._changed:
-            self._changed.wait_for(lambda: not any(peer.sending for peer in self._peers.values()), _FLUSH)
-            self._closed = True
-            self._wake()
+            if not self._closed:
+                self._changed.wait_for(lambda: not any(peer.sending for peer in self._peers.values()), _FLUSH)
+                self._closed = True
+                self._wake()
         self._thread.join()
 
     # Called under the lock

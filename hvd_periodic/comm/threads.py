@@ -220,12 +220,14 @@ class _Group:
 
     Attributes:
         over: all threads have ended.
+        at_end: functions that release what the threads have opened, called once all have ended.
     """
 
     over = False
 
     def __init__(self, size: int, timeout_seconds: float) -> None:
         self.size = size
+        self.at_end: list[Callable[[], object]] = []
         self.barrier = threading.Barrier(size, timeout=timeout_seconds)
         self._calls: list[Any] = [None] * size
         self._values: list[Any] = [None] * size
@@ -283,6 +285,8 @@ def run(size: int, function: Callable[[ThreadCommunicator], T], timeout_seconds:
     for thread in threads:
         thread.join()
     group.over = True
+    for release in group.at_end:
+        release()
     if errors or broken:
         raise (errors + broken)[0]
     return results

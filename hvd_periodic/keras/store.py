@@ -83,3 +83,7 @@ class HostStore(Store[Array]):
     def tensors(self) -> list[Any]:
         """Return copies of the values, in the order and with the shapes of the layout."""
         return [self._values.read(variable) for variable in self._variables]
+
+    def originals(self) -> list[Any]:
+        """Return the variables."""
+        return list(self._variables)

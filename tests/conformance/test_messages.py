@@ -8,7 +8,7 @@ from hvd_periodic.comm.socket_messages import SocketMessages
 from hvd_periodic.comm.threads import ThreadCommunicator, run
 from hvd_periodic.comm.transports import Messages
 from tests.conformance.messages_contract import check_messages
-from tests.sockets import connected
+from tests.sockets import closed_at_the_end, connected
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -21,8 +21,9 @@ def test_the_contract(over: str, size: int) -> None:
             return communicator.allgather_object(None, "met")
 
         def made() -> Messages:
-            over_tcp = over == "TCP"
-            return SocketMessages(communicator.rank, connected(communicator)) if over_tcp else communicator.messages()
+            if over == "memory":
+                return communicator.messages()
+            return closed_at_the_end(communicator, SocketMessages(communicator.rank, connected(communicator)))
 
         check_messages(made, size, meet)
 

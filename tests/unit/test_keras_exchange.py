@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,19 @@ def test_weights_that_another_callback_loads_are_where_training_starts(last: boo
     looks = Looks(callback)
     fit(model, *([callback, Loads(), looks] if last else [Loads(), callback, looks]))
     assert looks.seen == [0.0]
+
+
+def test_a_new_callback_warns_of_steps_that_a_former_one_has_not_exchanged(caplog: pytest.LogCaptureFixture) -> None:
+    def stop(batch: int, logs: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = network()
+    former = exchange(model, hvdp.Averaging())
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, former, keras.callbacks.LambdaCallback(on_train_batch_end=stop))
+    with caplog.at_level(logging.WARNING):
+        fit(model, exchange(model, hvdp.Averaging()))
+    assert "takes over parameters of one that has taken 1 local steps" in caplog.text
 
 
 def test_variables_that_are_thawed_after_construction() -> None:
