@@ -85,6 +85,24 @@ def periodic(algorithm: Callable[[], hvdp.Algorithm], **options: Any) -> Make:
     return make
 
 
+def over(library: Callable[[], Any], algorithm: Callable[[], hvdp.Algorithm], **options: Any) -> Make:
+    """Return what makes one of ours over another library than Horovod, which returns its ranks."""
+    return lambda task, model, period: periodic(algorithm, process_set=library(), **options)(task, model, period)
+
+
+def mpi() -> Any:
+    """Return all ranks, over MPI itself."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def gloo() -> Any:
+    """Return all ranks, over torch.distributed."""
+    join()
+    return torch.distributed.group.WORLD
+
+
 def overlapped_by_hand(task: Task, model: nn.Module, period: int) -> Method:
     """Return averaging over one flat tensor that is sent at an exchange and taken at the next, as a loop would do it.
 
@@ -187,6 +205,8 @@ METHODS: dict[str, Make] = {
     "elastic averaging, overlap": periodic(hvdp.EASGD, overlap="period"),
     "averaging, overlap": periodic(hvdp.Averaging, overlap="period"),
     "DiLoCo, overlap": periodic(hvdp.DiLoCo, overlap="period"),
+    "averaging, overlap, MPI": over(mpi, hvdp.Averaging, overlap="period"),
+    "averaging, overlap, Gloo": over(gloo, hvdp.Averaging, overlap="period"),
     "averaging, overlap, by hand": overlapped_by_hand,
     "averaging, int8": periodic(hvdp.Averaging, compression=INT8),
     "averaging, int8, 2 fragments, overlap": periodic(hvdp.Averaging, compression=INT8, fragments=2, overlap="period"),

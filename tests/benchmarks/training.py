@@ -1,10 +1,14 @@
-"""Steps per second of training over a network, against no communication at all in the same run.
+"""Steps per second of training over a network, against no communication in the same run, and processor time.
 
     bash run_scripts/benchmark_training.sh 1gbit
 
 Every method trains the same network on its own copy. In each repetition all of them run in turn: a period to get going,
 then some periods that are measured, so that as many exchanges end in them as begin; what is under way is then waited
 for. Figures are medians of the repetitions' ratios to steps without communication, with the lowest and the highest.
+
+The processor time of an exchange is that of all threads of a rank, user and system, in the measured periods, without
+that of as many steps without communication, divided by the number of exchanges; the mean of all ranks. A busy machine
+changes it less than it changes the steps per second. Waiting counts where a library polls while it waits.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ class Result:
         milliseconds: per step, the median.
         ratio: steps per second, of those without communication: the median of all repetitions.
         lowest, highest: of them.
+        processor_milliseconds: per exchange and rank, without training: the median of all repetitions.
+        processor_range: the lowest and the highest.
     """
 
     method: str
@@ -40,6 +46,21 @@ class Result:
     ratio: float
     lowest: float
     highest: float
+    processor_milliseconds: float
+    processor_range: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Times of some steps.
+
+    Attributes:
+        seconds: on the slowest rank.
+        processor_seconds: of all threads of a rank, the mean of all ranks.
+    """
+
+    seconds: float
+    processor_seconds: float
 
 
 class Task:
@@ -93,19 +114,32 @@ class Task:
 
 def measured(made: dict[str, Method], period: int, periods: int, repetitions: int) -> list[Result]:
     """Return what was measured of all methods."""
-    seconds: dict[str, list[float]] = {name: [] for name in made}
+    taken: dict[str, list[Taken]] = {name: [] for name in made}
     for _ in range(repetitions):
         for name, method in made.items():
             run(method, period)
-            seconds[name].append(timed(lambda method=method: run(method, period * periods)))  # type: ignore[misc]
+            taken[name].append(timed(lambda method=method: run(method, period * periods)))  # type: ignore[misc]
             method.finish()
             wait()
-    steps = period * periods
-    results = []
-    for name, of_method in seconds.items():
-        ratios = [alone / own for alone, own in zip(seconds[ALONE], of_method, strict=True)]
-        results.append(Result(name, 1e3 * median(of_method) / steps, median(ratios), min(ratios), max(ratios)))
-    return results
+    return [result(name, of_method, taken[ALONE], period, periods) for name, of_method in taken.items()]
+
+
+def result(name: str, taken: list[Taken], alone: list[Taken], period: int, periods: int) -> Result:
+    """Return what the repetitions of a method, and those without communication, amount to."""
+    ratios = [before.seconds / own.seconds for before, own in zip(alone, taken, strict=True)]
+    processor = [
+        1e3 * (own.processor_seconds - before.processor_seconds) / periods
+        for before, own in zip(alone, taken, strict=True)
+    ]
+    return Result(
+        name,
+        1e3 * median(own.seconds for own in taken) / (period * periods),
+        median(ratios),
+        min(ratios),
+        max(ratios),
+        median(processor),
+        (min(processor), max(processor)),
+    )
 
 
 def run(method: Method, steps: int) -> None:
@@ -114,13 +148,15 @@ def run(method: Method, steps: int) -> None:
         method.step()
 
 
-def timed(function: Callable[[], object]) -> float:
-    """Return the seconds that a function takes on the slowest rank, when all begin together."""
+def timed(function: Callable[[], object]) -> Taken:
+    """Return the times that a function takes, when all ranks begin together."""
     wait()
-    started = time.perf_counter()
+    started, before = time.perf_counter(), time.process_time()
     function()
-    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-    return float(hvd.allreduce(seconds, op=hvd.Max, name="slowest"))
+    seconds, processor = time.perf_counter() - started, time.process_time() - before
+    slowest = hvd.allreduce(torch.tensor(seconds, dtype=torch.float64), op=hvd.Max, name="slowest")
+    mean = hvd.allreduce(torch.tensor(processor, dtype=torch.float64), op=hvd.Average, name="processor")
+    return Taken(float(slowest), float(mean))
 
 
 def wait() -> None:
@@ -151,12 +187,21 @@ def main() -> None:
         method.leave()
     if hvd.rank() == 0:
         title = f"{hvd.size()} ranks, {arguments.megabytes} MB, period {arguments.period}, batches of {task.batch_size}"
+        print("Steps per second relative to no communication; processor time per exchange and rank, without training")
         unit = "steps per second, of those without communication"
         rows = [
-            (each.method, f"{each.milliseconds:.1f}", f"{each.ratio:.2f}", f"{each.lowest:.2f} to {each.highest:.2f}")
+            (
+                each.method,
+                f"{each.milliseconds:.1f}",
+                f"{each.ratio:.2f}",
+                f"{each.lowest:.2f} to {each.highest:.2f}",
+                f"{each.processor_milliseconds:.0f}",
+                "{:.0f} to {:.0f}".format(*each.processor_range),
+            )
             for each in results
         ]
-        report.show(title, ("method", "ms per step", "steps per second", "repetitions"), rows)
+        columns = ("method", "ms per step", "steps/s", "repetitions", "CPU ms", "repetitions")
+        report.show(title, columns, rows)
         ranges = {each.method: (each.ratio, each.lowest, each.highest) for each in results}
         report.bars(arguments.plot, title, unit, ranges)
         report.write(arguments.json, [asdict(result) for result in results])
