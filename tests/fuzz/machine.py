@@ -55,7 +55,7 @@ any_setups = st.builds(
 def possible(setup: Setup) -> Setup:
     """Return the setup, without what cannot be together."""
     if setup.asynchronous:
-        algorithm = setup.algorithm if setup.algorithm in ("easgd", "agn") else "easgd"
+        algorithm = "easgd" if setup.algorithm == "easgd rho" else setup.algorithm
         period = setup.period if setup.period in ("1", "2", "3") else "2"
         return Setup(algorithm, period, setup.optimizer, asynchronous=True, center=setup.center)
     if setup.center != "replicated":

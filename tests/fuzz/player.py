@@ -42,7 +42,11 @@ COMPRESSIONS: dict[str, Any] = {
     "fp16": Compression.fp16,
     "bf16": Compression.bf16,
     "int8": Compression.int8,
+    "int4": Compression.int4,
+    "e3m0": Compression.e3m0,
+    "int2": Compression.int2,
     "topk": Compression.topk(0.5),
+    "topk in chunks": Compression.topk(chunk=8, keep=2),
 }
 OPTIMIZERS = ("sgd", "momentum", "adam")
 STATES: dict[str, Any] = {"local": "local", "reset": "reset", "average": "average"}
