@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the trainers that hvd_periodic.torch works with (Lightning, transformers, accelerate, Ignite) into an environment of
+# Installs the trainers that hvd_periodic.torch works with (Lightning, transformers, accelerate, peft, Ignite) into an environment of
 # their own, which sees the project's: their tests and examples run there.
 #
 #   bash run_scripts/trainers.sh
@@ -19,7 +19,7 @@ main() {
   NEEDED=torch
   activate_for_jobs
   set_state
-  provide_beside trainers 'Lightning, transformers, accelerate and Ignite'
+  provide_beside trainers 'Lightning, transformers, accelerate, peft and Ignite'
   (($# > 0)) || exit 0
   local packages
   packages=$(packages_of "$STATE/trainers/bin/python3")

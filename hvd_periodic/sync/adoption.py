@@ -62,6 +62,11 @@ def adopt(synchronizer: Any, successor: Callable[[], Successor[V]]) -> None:
         TypeError, ValueError: the new set is refused, or differs between ranks; on all ranks, and nothing has changed.
     """
     synchronizer.center_reader.require_outside_center_block("adopt")
+    if synchronizer.membership.communicator.elastic:
+        raise RuntimeError(
+            "adopt() is not available in elastic jobs, whose commits hold the parameters of the start, and where ranks "
+            "that join make these: finalize(), save the model, and start another job that trains the new set"
+        )
     refusal = _refusal(synchronizer)
     if refusal is not None:
         raise RuntimeError(f"adopt() is not available {refusal}: finalize(), then make a new optimizer")
@@ -86,7 +91,6 @@ def _refusal(synchronizer: Any) -> str | None:
     refused = {
         "with a quorum": exchanger.context.quorum is not None,
         "with asynchronous=True": not exchanger.steps_agree,
-        "under elastic Horovod": membership.communicator.elastic,
         "where ranks exchange in groups of their own": membership.is_lockstep_group,
         "where gradients are averaged": membership.in_groups or membership.group is not None,
         "before a synchronous warmup ends": synchronizer.warmup.active,

@@ -259,8 +259,8 @@ def rows_problem(replica: Replica[Any], algorithm: Algorithm, local: OptimizerSt
         return None
     return (
         "`parameters` can be 'rows' in elastic averaging only if the local optimizer leaves rows without gradients "
-        "alone, as SGD without momentum and weight decay and torch.optim.SparseAdam do: use one of these, or "
-        f"parameters='average'. Received: {moved}"
+        "alone, as SGD without momentum and weight decay and torch.optim.SparseAdam do, and embeddings have no "
+        f"max_norm: change these, or pass parameters='average'. Received: {moved}"
     )
 
 

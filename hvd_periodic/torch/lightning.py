@@ -187,11 +187,20 @@ class PeriodicStrategy(ParallelStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return this rank's own checkpoint, if training resumes and all ranks have theirs; otherwise the root's."""
+        """Return this rank's own checkpoint, if training resumes and all ranks have theirs; otherwise the root's.
+
+        If training resumes, callbacks' thawed parameters are adopted, so that the state of the optimizers fits.
+        """
         found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        stamp = found.get(_KEY)
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return found
+        found = self._own_of(found, checkpoint_path, weights_only)
+        self._thaw(found.get("callbacks", {}))
+        return found
+
+    def _own_of(self, found: dict[str, Any], checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
+        """Return what this rank resumes from, given the root's checkpoint."""
+        stamp = found.get(_KEY)
         file, own = self._file_of_rank(checkpoint_path), None
         if stamp is not None and stamp["ranks"] == self.world_size and file.is_file():
             own = self.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
@@ -206,6 +215,19 @@ class PeriodicStrategy(ParallelStrategy):
                 stamp["ranks"],
             )
         return found
+
+    def _thaw(self, states: dict[str, Any]) -> None:
+        """Add the parameter groups that finetuning callbacks had added when their states were saved; collective."""
+        named = dict(self.lightning_module.named_parameters())
+        finetuning = _finetuning(self.lightning_module.trainer)
+        for callback in finetuning:
+            saved = states.get(callback.state_key, {}).get("internal_optimizer_metadata", {})
+            for place, groups in saved.items():
+                for group in groups[len(self.optimizers[place].param_groups) :]:
+                    thawed = [named[name].requires_grad_() for name in group["params"]]
+                    self.optimizers[place].add_param_group({**group, "params": thawed})
+        if finetuning:
+            Centers(self.optimizers).adopt(self.communicator)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, including the files of ranks."""
@@ -226,7 +248,8 @@ class PeriodicCallback(Callback):
     In ``validation_step`` and similar hooks the module holds the center. Checkpoints hold it under ``"state_dict"``,
     which ``load_from_checkpoint`` reads. At the end of training all ranks exchange their remaining steps, and from then
     on the module holds the center. Ranks may have different numbers of batches: at the end of each epoch, a rank with
-    fewer takes part in the exchanges of the others, and then all continue together.
+    fewer takes part in the exchanges of the others, and then all continue together. If a ``BaseFinetuning`` callback
+    thaws or adds parameters at the start of an epoch, the optimizers adopt them before its first batch.
 
     Args:
         log_every: log one in so many exchanges with the trainer's loggers, as ``exchange/...``, see
@@ -234,14 +257,14 @@ class PeriodicCallback(Callback):
 
     Raises:
         TypeError: an optimizer of another package.
-        ValueError: a trainer with another strategy than :class:`PeriodicStrategy`, or a callback that changes which
-            parameters train; on every rank.
+        ValueError: a trainer with another strategy than :class:`PeriodicStrategy`, or a callback that replaces
+            parameters; on every rank.
     """
 
     def __init__(self, log_every: int = 1) -> None:
         self._log_every = log_every
         self._centers = Centers([])
-        self._uneven = False
+        self._uneven = self._epoch_begins = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse other strategies; make torchmetrics cover all ranks."""
@@ -277,6 +300,20 @@ class PeriodicCallback(Callback):
         """Find out whether all ranks are sure to have the same number of batches."""
         batches = set(trainer.strategy.gather(trainer.num_training_batches))
         self._uneven = len(batches) > 1 or batches == {float("inf")}
+        for callback in _finetuning(trainer):
+            # Lightning loads callbacks after on_fit_start here, where they would have replaced the parameter groups,
+            # and would do so in the next fit(). Test: test_lightning.py::test_thawed_layers_go_on_to_the_bit.
+            callback._restarting = False
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take note that callbacks may now change which parameters are trained."""
+        self._epoch_begins = True
+
+    def on_train_batch_start(self, trainer: Trainer, *of_batch: Any) -> None:
+        """Adopt, on all ranks, what callbacks have thawed or added since the epoch began."""
+        if self._epoch_begins and _finetuning(trainer):
+            self._centers.adopt(trainer.strategy.communicator)
+        self._epoch_begins = False
 
     def on_train_batch_end(self, trainer: Trainer, *of_batch: Any) -> None:
         """Wait for the other ranks at the end of an epoch, if they may have other numbers of batches."""
@@ -323,15 +360,19 @@ def _share_averages(strategy: Any) -> None:
                 share_average(strategy.communicator, model, int(counted.n_averaged or 0))
 
 
+def _finetuning(trainer: Trainer) -> list[Any]:
+    """Return the callbacks that thaw parameters, or add them, at the start of an epoch."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, callbacks.BaseFinetuning)]
+
+
 def _refuse_callbacks(trainer: Trainer, module: LightningModule) -> None:
-    """Refuse callbacks that change, during training, which parameters and buffers there are."""
+    """Refuse callbacks whose effects on one rank the others would not see."""
     for callback in trainer.callbacks:
         name = type(callback).__name__
-        if isinstance(callback, callbacks.BaseFinetuning | callbacks.ModelPruning):
+        if isinstance(callback, callbacks.ModelPruning):
             raise ValueError(
-                f"{name} changes during training which parameters are trained, but ranks exchange those that "
-                "were trained at the start: omit it, and freeze or prune the module before Trainer.fit(). "
-                f"Received: callbacks=[{name}(), ...]"
+                f"{name} replaces parameters during training, by others and by masks of each rank: omit it, and prune "
+                f"the module before Trainer.fit(). Received: callbacks=[{name}(), ...]"
             )
         if isinstance(callback, _SWA) and trainer.max_epochs != -1 and _SWA.pl_module_contains_batch_norm(module):
             raise ValueError(

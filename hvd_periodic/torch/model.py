@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import GeneratorType
 from typing import Any, TypeAlias
@@ -106,6 +106,23 @@ class NamedTensors:
         names = (name for name in current.keys() | original.keys() if self.participation.get(name) != LOCAL)
         changed = [name for name in names if current.get(name) != original.get(name)]
         return min(changed, default=None)
+
+    def renormalizes(self, tables: Collection[int]) -> str | None:
+        """Return, in words, a table whose rows a forward pass changes without gradients; or None if none is known.
+
+        An embedding with ``max_norm`` renormalizes each row that it looks up, such as that of ``padding_idx``, and also
+        where no gradients are computed.
+
+        Args:
+            tables: the ids of the tables.
+        """
+        module = self.behind()
+        for name, part in () if module is None else module.named_modules():
+            bounded = isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.max_norm is not None
+            if bounded and id(part.weight) in tables:
+                weight = original_name(f"{name}.weight").removeprefix(".")
+                return f"{weight!r} of {type(part).__name__}(max_norm={part.max_norm!r})"
+        return None
 
     def reshard(self) -> None:
         """Reshard the modules of ``fully_shard()``."""

@@ -76,7 +76,7 @@ class TorchOptimizerState:
             ) from error
 
     def moves_untouched(self, names: Collection[str]) -> str | None:
-        """Return what moves rows without gradients: momentum, weight decay, another optimizer, or another level."""
+        """Return what moves rows without gradients: another level or optimizer, momentum, weight decay, max_norm."""
         if self._levels:
             return "an optimizer whose own exchanges move them"
         name = plain_class(self._optimizer).__name__
@@ -88,7 +88,7 @@ class TorchOptimizerState:
             for setting in ("momentum", "weight_decay"):
                 if group.get(setting) and not tables.isdisjoint(map(id, group["params"])):
                     return f"{name} with {setting}={group[setting]!r}"
-        return None
+        return self._replica.named.renormalizes(tables)
 
     @torch.no_grad()
     def reset(self, but: Collection[str] = ()) -> None:

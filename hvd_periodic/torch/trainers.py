@@ -107,6 +107,21 @@ class Centers:
         for optimizer in self._optimizers:
             optimizer.finalize()
 
+    def adopt(self, communicator: Communicator) -> None:
+        """Let each optimizer adopt the parameters that are trained now, if they have changed on any rank; collective.
+
+        Args:
+            communicator: the ranks, all of which call this after the same local step.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as :meth:`.PeriodicOptimizer.adopt`; or ranks call different
+                collectives.
+        """
+        changed = gather(communicator, [each.replica.changes() is not None for each in self.synchronizers])
+        for optimizer, of_ranks in zip(self._optimizers, zip(*changed, strict=True), strict=True):
+            if any(of_ranks):
+                optimizer.adopt()
+
     def settle(self, model: torch.nn.Module) -> None:
         """Put the centers into the model permanently."""
         model.load_state_dict(self.state_of(model))

@@ -17,7 +17,7 @@ QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 @pytest.fixture(scope="session")
 def trainers() -> str:
-    """Where Lightning, transformers, accelerate and Ignite are; CI has them."""
+    """Where Lightning, transformers, accelerate, peft and Ignite are; CI has them."""
     folder = Path(os.environ.get("HVD_PERIODIC_TRAINERS") or Path(sys.prefix) / ".hvd_periodic/trainers")
     packages = next(folder.glob("lib/python3.*/site-packages/lightning"), None)
     if packages is None and os.environ.get("CI") == "true":

@@ -26,6 +26,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 import hvd_periodic.torch as hvdp
 from hvd_periodic.torch import huggingface
 from hvd_periodic.torch.huggingface import PeriodicTrainerCallback
+from tests.parallel import peft_adapters
 from tests.parallel.program import Scenarios, attempt
 from tests.parallel.trainer_ranks import PERIOD, Quadratic, begin, distance, easgd
 
@@ -409,6 +410,8 @@ def misfits() -> dict[str, Callable[[], object]]:
 def what_is_refused() -> dict[str, str]:
     return {name: attempt(function) for name, function in misfits().items()}
 
+
+scenario.include(peft_adapters.scenario)
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     EarlyStopping,
     EMAWeightAveraging,
     ModelCheckpoint,
@@ -31,21 +30,14 @@ from torchmetrics import MeanMetric
 import hvd_periodic.torch as hvdp
 from hvd_periodic.torch.lightning import PeriodicCallback, PeriodicStrategy
 from tests import oracle
+from tests.parallel import lightning_finetuning
+from tests.parallel.lightning_ranks import CHECKPOINTS, QUIET, batches, trainer
 from tests.parallel.program import Scenarios, attempt
 from tests.parallel.trainer_ranks import PERIOD, Batches, Quadratic, begin, distance, easgd
 
 scenario = Scenarios()
 FOLDER = Path(sys.argv[1])
 RANK, SIZE = begin()
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
 
 
 class Module(LightningModule):
@@ -77,16 +69,6 @@ class Module(LightningModule):
     def configure_optimizers(self) -> Any:
         self.optimizer = self.make(self.net.sgd(), self, PERIOD, **self.options)
         return self.optimizer
-
-
-def batches(number: int) -> Any:
-    """As many on every rank, after Lightning has given each its share."""
-    return DataLoader(TensorDataset(torch.zeros(number * SIZE, 1)), batch_size=1)
-
-
-def trainer(*callbacks: Any, strategy: Any = None, **options: Any) -> Trainer:
-    found = PeriodicStrategy() if strategy is None else strategy
-    return Trainer(strategy=found, callbacks=[PeriodicCallback(), *callbacks], **(QUIET | {"max_epochs": 1} | options))
 
 
 @scenario
@@ -140,9 +122,6 @@ def centers_that_are_elsewhere() -> dict[str, Any]:
         saved = torch.load(FOLDER / center / "epoch=0-step=6.ckpt")["state_dict"]["net.x"]
         found[center] = [distance(module.seen[0], then), distance(saved.tolist(), then)]
     return found
-
-
-CHECKPOINTS = {"enable_checkpointing": True}
 
 
 @scenario
@@ -414,7 +393,6 @@ def misfits() -> dict[str, Callable[[], object]]:
         "auto": fit(trainer(strategy="auto", devices=1)),
         "no callback": fit(Trainer(strategy=PeriodicStrategy(), **QUIET)),
         "plain": fit(trainer(), Plain()),
-        "finetuning": fit(trainer(BackboneFinetuning()), Normed()),
         "pruning": fit(trainer(ModelPruning("l1_unstructured", amount=0.5)), Normed()),
         "weight averaging": fit(trainer(StochasticWeightAveraging(0.05)), Normed()),
         "batch norm": fit(trainer(sync_batchnorm=True)),
@@ -427,6 +405,8 @@ def misfits() -> dict[str, Callable[[], object]]:
 def what_is_refused() -> dict[str, str]:
     return {name: attempt(function) for name, function in misfits().items()}
 
+
+scenario.include(lightning_finetuning.scenario)
 
 if __name__ == "__main__":
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -14,7 +14,7 @@ from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("with_trainers")]
+pytestmark = [pytest.mark.timeout(330), pytest.mark.usefixtures("with_trainers")]
 
 Reports = list[dict[str, Any]]
 
@@ -23,7 +23,7 @@ Reports = list[dict[str, Any]]
 def ranks(request: pytest.FixtureRequest, with_trainers: None, tmp_path_factory: pytest.TempPathFactory) -> Reports:  # noqa: F811
     """What each rank reports."""
     return run_scenarios(
-        request.param, 2, "huggingface_scenarios", tmp_path_factory.mktemp("job"), 180, framework="trainers"
+        request.param, 2, "huggingface_scenarios", tmp_path_factory.mktemp("job"), 300, framework="trainers"
     )
 
 
@@ -120,3 +120,11 @@ REFUSED = {
 def test_what_cannot_be_is_refused_on_every_rank(ranks: Reports, case: str) -> None:
     for message in column(ranks, "what_is_refused", case):
         assert re.match(REFUSED[case], message), message
+
+
+def test_adapters_that_are_added_later(ranks: Reports) -> None:
+    """By averaging that a process computes for all ranks, after each set of parameters."""
+    trained = [f"backbone.lora_{part}.second.weight" for part in "AB"]
+    for report in column(ranks, "adapters_that_are_added_later"):
+        assert max(report["errors"]) < 1e-12
+        assert (report["trained"], report["moved"]) == (trained, True)

@@ -16,7 +16,7 @@ from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("with_trainers")]
+pytestmark = [pytest.mark.timeout(330), pytest.mark.usefixtures("with_trainers")]
 
 Reports = list[dict[str, Any]]
 
@@ -25,7 +25,7 @@ Reports = list[dict[str, Any]]
 def ranks(request: pytest.FixtureRequest, with_trainers: None, tmp_path_factory: pytest.TempPathFactory) -> Reports:  # noqa: F811
     """What each rank reports."""
     folder: Path = tmp_path_factory.mktemp("lightning")
-    return run_scenarios(request.param, 2, "lightning_scenarios", folder, 180, framework="trainers")
+    return run_scenarios(request.param, 2, "lightning_scenarios", folder, 300, framework="trainers")
 
 
 def test_ranks_are_those_of_the_job(ranks: Reports) -> None:
@@ -132,8 +132,7 @@ REFUSED = {
     "auto": "ValueError: PeriodicCallback needs .* Received: SingleDeviceStrategy",
     "no callback": "ValueError: PeriodicStrategy needs a PeriodicCallback",
     "plain": "TypeError: A trainer .* Received: SGD",
-    "finetuning": "ValueError: BackboneFinetuning changes during training",
-    "pruning": "ValueError: ModelPruning changes during training",
+    "pruning": "ValueError: ModelPruning replaces parameters during training",
     "weight averaging": "ValueError: StochasticWeightAveraging recomputes the statistics of BatchNorm",
     "batch norm": "ValueError: `Trainer.sync_batchnorm=True.` averages",
     "gradients": "ValueError: all_gather.sync_grads=True.",
@@ -145,6 +144,32 @@ REFUSED = {
 def test_what_cannot_be_is_refused_on_every_rank(ranks: Reports, case: str) -> None:
     for message in column(ranks, "what_is_refused", case):
         assert re.match(REFUSED[case], message), message
+
+
+def test_thawed_layers_are_adopted(ranks: Reports) -> None:
+    """By averaging that a process computes for all ranks."""
+    for report in column(ranks, "thawed_layers"):
+        assert report["error"] < 1e-12
+        assert report["moved"] > 1e-3
+        assert (report["frozen"], report["looks"], report["rounds"]) == (True, 4, 6)
+
+
+def test_thawed_layers_of_uneven_data_end_with_one_center(ranks: Reports) -> None:
+    one, other = column(ranks, "thawed_layers_of_all_algorithms")
+    assert one == other
+    assert all(math.isfinite(x) for end in one for x in end)
+
+
+def test_thawed_layers_go_on_to_the_bit(ranks: Reports) -> None:
+    one, other = column(ranks, "thawed_layers_go_on")
+    assert one["equal True"] is other["equal True"] is True
+    for each in ("end True", "end False"):
+        assert one[each] == other[each]
+
+
+def test_layers_that_one_rank_thaws_are_an_error_on_all(ranks: Reports) -> None:
+    for said in column(ranks, "layers_that_one_rank_thaws"):
+        assert said.startswith("ValueError: All ranks must run the same optimizer"), said
 
 
 def test_a_rank_that_ends_while_another_validates_is_an_error_on_both(ranks: Reports) -> None:

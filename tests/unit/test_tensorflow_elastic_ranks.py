@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -411,3 +412,30 @@ def test_presence_is_committed(center: str) -> None:
 
     zero, one, _, _ = together([make] * 4, first)  # They have the copies of the shares of ranks 2 and 3.
     assert together([zero, make, one], again) == [pytest.approx(committed[1])] * 3
+
+
+def test_another_set_of_variables_is_refused_and_changes_nothing() -> None:
+    """A rank that joins then has the set of the others."""
+
+    def job(worker: Worker, tries: bool) -> tuple[Worker, Any]:
+        worker.state.sync()
+        worker.train(3)
+        if tries:
+            with pytest.raises(RuntimeError, match=r"in elastic jobs, .* start another job that trains the new set"):
+                worker.optimizer.adopt([*worker.model.trainable_variables, keras.Variable([1.0])])
+        worker.train(2)
+        worker.state.commit()
+        return worker, worker.found()
+
+    def again(worker: Worker) -> Any:
+        worker.begin_again()
+        worker.train(2 * PERIOD)
+        return worker.found()
+
+    plain, tried = (together([new] * 3, partial(job, tries=tries)) for tries in (False, True))
+    assert [found for _, found in tried] == [found for _, found in plain]
+    ends = [
+        together([job[0][0], job[1][0], new], again)  # Rank 2 is lost, and another one joins.
+        for job in (plain, tried)
+    ]
+    assert ends[0] == ends[1]

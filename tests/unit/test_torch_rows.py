@@ -183,6 +183,40 @@ def test_optimizers_that_move_all_rows_are_refused_in_elastic_averaging(local: A
         assert "SGD with weight_decay=0.5" in message
 
 
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_an_embedding_that_renormalizes_rows_is_refused_in_elastic_averaging(kind: str) -> None:
+    """Its forward pass changes rows that have no gradient. It is not if the whole table travels."""
+
+    def work(communicator: Any, parameters: Any) -> None:
+        model = torch.nn.ModuleDict({"words": getattr(torch.nn, kind)(ROWS, WIDTH, max_norm=1.0)})
+        local = torch.optim.SGD(model.parameters(), 0.1)
+        hvdp.ElasticAverageOptimizer(local, model, PERIOD, parameters=parameters, process_set=communicator)
+
+    run_ranks(2, lambda communicator: work(communicator, None))
+    for error, message in errors(2, lambda communicator: work(communicator, "rows")):
+        assert error is ValueError
+        assert message.endswith(f"Received: 'words.weight' of {kind}(max_norm=1.0)")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rows_that_a_forward_pass_renormalizes_travel(algorithm: str) -> None:
+    """One that has no gradient too, as that of ``padding_idx``: the dense exchange to the bit."""
+
+    def work(communicator: Any, parameters: Any) -> list[Any]:
+        model, rank, seen = Words(), communicator.rank, []
+        model.embedding.max_norm, model.embedding.padding_idx = 1.0, 3
+        optimizer = made(model, local_of("sgd", model), communicator, algorithm, parameters=parameters)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.tensor([3, 4 + rank, 6 + (2 * step + rank) % 5])).backward()
+            optimizer.step()
+            seen.append(model.embedding.weight.tolist())
+        return seen
+
+    for rows, dense in both_ways(work, 3):
+        assert rows == dense
+
+
 @pytest.mark.parametrize("algorithm", ["average", "diloco", "agn"])
 def test_three_ranks_small_buckets_and_blocks(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket of seven rows, computed in blocks that end within rows."""

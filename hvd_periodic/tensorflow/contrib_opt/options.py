@@ -16,7 +16,8 @@ class SessionOptions(TypedDict, total=False):
         parameters: policies for the trained variables, by patterns of their names (``variable.op.name``), or a function
             (name, variable). ``"average"``, the default: the algorithm exchanges them; ``"broadcast"``: at every
             exchange all ranks take the values of rank 0; ``"local"``: every rank trains its own, which has no center,
-            and which no initialization sets; ``hvd.broadcast_global_variables(0)`` of a script does.
+            and which no initialization sets; ``hvd.broadcast_global_variables(0)`` of a script does. Other policies of
+            the package are refused: ``"present"``, since a graph fixes which variables have gradients, and ``"rows"``.
         buffers: ``"average"``: every exchange sets the getter's non-trainable variables, such as the moving averages of
             batch normalization, to their mean over ranks; ``"local"``: exchanges do not change them.
         process_set: the Horovod process set that exchanges. Default: all ranks.

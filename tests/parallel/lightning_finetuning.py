@@ -1,0 +1,131 @@
+"""Layers that callbacks of Lightning thaw in mid-run; part of the jobs of ``lightning_scenarios.py``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+from torch.utils.data import DataLoader
+
+import hvd_periodic.torch as hvdp
+from hvd_periodic.torch.lightning import PeriodicStrategy
+from tests.parallel.finetuning import Averaging, Net, off, sgd, values
+from tests.parallel.lightning_ranks import CHECKPOINTS, batches, trainer
+from tests.parallel.program import Scenarios, attempt
+from tests.parallel.torch_job import hvd
+from tests.parallel.trainer_ranks import PERIOD, Batches
+
+scenario = Scenarios()
+
+EPOCH, THAWED = 5, 2
+"""Batches in an epoch, and the epoch at whose start the backbone is thawed."""
+
+
+class Module(LightningModule):
+    """The model in Lightning; validation sees the center."""
+
+    def __init__(self, make: Callable[..., Any] = hvdp.ModelAverageOptimizer, **options: Any) -> None:
+        super().__init__()
+        self.net, self.make, self.options = Net(hvd.rank(), hvd.rank()), make, options
+        self.seen: list[list[float]] = []
+
+    @property
+    def backbone(self) -> torch.nn.Module:
+        """What a callback of Lightning freezes and thaws."""
+        return self.net.backbone
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.net.loss()
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.seen.append(values(self.net))
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = self.make(sgd(self.parameters()), self, PERIOD, **self.options)
+        return self.optimizer
+
+
+def thawing(epoch: int = THAWED) -> BackboneFinetuning:
+    """Return a callback that thaws with half the learning rate."""
+    return BackboneFinetuning(epoch, lambda_func=lambda epoch: 1.0, backbone_initial_ratio_lr=0.5)
+
+
+@scenario
+def thawed_layers() -> dict[str, Any]:
+    """Exchanges at 4, 8, 10 (where the backbone is thawed), 14, 18 and the end, with validation after each epoch."""
+    expected = Averaging([Net(0, rank) for rank in range(hvd.size())])
+    for model in expected.models:
+        model.backbone.requires_grad_(False)
+    expected.optimizers = [sgd(model.parameters()) for model in expected.models]
+    start = values(expected.models[0].backbone)
+    expected.train(THAWED * EPOCH)
+    expected.exchange()
+    expected.add(lambda model: list(model.backbone.parameters()), lr=0.05)
+    expected.train(2 * EPOCH)
+    expected.exchange()
+    module, made = Module(), trainer(thawing(), max_epochs=4)
+    made.fit(module, batches(EPOCH), batches(1))
+    moved = max(abs(a - b) for a, b in zip(values(module.backbone), start, strict=True))
+    return {
+        "error": off(module.net, expected),
+        "moved": moved,
+        "frozen": module.seen[THAWED - 1][: len(start)] == start,
+        "looks": len(module.seen),
+        "rounds": module.optimizer.synchronizer.rounds,
+    }
+
+
+@scenario
+def thawed_layers_of_all_algorithms() -> list[list[float]]:
+    """One center on all ranks, wherever it is; and ranks with other numbers of batches."""
+    found = []
+    for make, options in (
+        (hvdp.ElasticAverageOptimizer, {"center": "root"}),
+        (hvdp.AGNOptimizer, {"center": "sharded"}),
+        (hvdp.ModelAverageOptimizer, {"overlap": 1}),
+    ):
+        module, uneven = Module(make, **options), DataLoader(Batches(EPOCH + 3 * hvd.rank()), batch_size=None)
+        trainer(thawing(1), max_epochs=3, use_distributed_sampler=False).fit(module, uneven, batches(1))
+        found.append(values(module.net))
+    return found
+
+
+class Ends(Callback):
+    """Notes what a rank has before training is settled."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        optimizer = pl_module.optimizer
+        momentum = [state["momentum_buffer"] for state in optimizer.state.values()]
+        tensors = [*pl_module.parameters(), *optimizer.synchronizer.center_tensors(), *momentum]
+        self.bits = [tensor.detach().numpy().tobytes().hex() for tensor in tensors]
+
+
+@scenario
+def thawed_layers_go_on() -> dict[str, Any]:
+    """Four epochs at once; and three, and one from the checkpoint after the thawing, in mid-period; then one more."""
+    found: dict[str, Any] = {}
+    whole = Ends()
+    trainer(thawing(), whole, max_epochs=4).fit(Module(), batches(EPOCH))
+    for every_rank in (True, False):
+        folder = Path(sys.argv[1]) / f"thawed {every_rank}"
+        strategy, parts = PeriodicStrategy(every_rank=every_rank), Ends()
+        checkpoint = ModelCheckpoint(folder, save_on_train_epoch_end=True)
+        trainer(thawing(), checkpoint, strategy=strategy, max_epochs=3, **CHECKPOINTS).fit(Module(), batches(EPOCH))
+        module, strategy = Module(), PeriodicStrategy(every_rank=every_rank)
+        made = trainer(thawing(), parts, strategy=strategy, max_epochs=4)
+        made.fit(module, batches(EPOCH), ckpt_path=folder / "epoch=2-step=15.ckpt")
+        found[f"equal {every_rank}"] = parts.bits == whole.bits
+        made.fit_loop.max_epochs = 5
+        made.fit(module, batches(EPOCH))
+        found[f"end {every_rank}"] = values(module.net)
+    return found
+
+
+@scenario
+def layers_that_one_rank_thaws() -> str:
+    return attempt(lambda: trainer(thawing(1 + hvd.rank()), max_epochs=3).fit(Module(), batches(EPOCH)))
