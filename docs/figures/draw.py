@@ -1,7 +1,7 @@
 """Draws the figures of the documentation, from recordings of real runs that are in the tree.
 
 python -m docs.figures.draw             # from docs/figures/recorded; the same files wherever it runs
-python -m docs.figures.draw --record    # runs the jobs anew, with two and with three ranks under mpirun, in a minute
+python -m docs.figures.draw --record    # repeats the runs, with two to four ranks under mpirun, in a quarter of an hour
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from docs.figures import buckets, overlap, placements, trajectories
+from docs.figures import buckets, overlap, placements, speeds, trajectories
 
 HERE = Path(__file__).parent
 OF_JOBS: dict[str, Any] = {"placements": placements, "overlap": overlap, "buckets": buckets}
@@ -29,15 +29,21 @@ def record(folder: Path, small: bool = False) -> None:
     _write(folder / "trajectories.json", trajectories.recorded())
     with TemporaryDirectory() as noted:
         for ranks in sorted({module.RANKS for module in OF_JOBS.values()}):
-            _run(ranks, [name for name, module in OF_JOBS.items() if ranks == module.RANKS], noted, small)
+            names = [name for name, module in OF_JOBS.items() if ranks == module.RANKS]
+            _run(ranks, ["docs.figures.job", *names, "--folder", noted, *(["--small"] if small else [])])
         for name, module in OF_JOBS.items():
             _write(folder / f"{name}.json", module.condensed(json.loads(Path(noted, f"{name}.json").read_text())))
+        files = {task: Path(noted, f"{task}.json") for task in speeds.TASKS}
+        for task, file in files.items():
+            _run(speeds.RANKS, speeds.program(task, file, small))
+        measured = {task: json.loads(file.read_text()) for task, file in files.items()}
+        _write(folder / "speeds.json", speeds.condensed(measured))
 
 
-def _run(ranks: int, names: Sequence[str], folder: str, small: bool) -> None:
-    """Run the jobs of these names."""
+def _run(ranks: int, program: Sequence[str]) -> None:
+    """Run a module, with its arguments, on all ranks."""
     launcher = ["mpirun", "-np", str(ranks), "--oversubscribe", "--bind-to", "none"]
-    command = [sys.executable, "-m", "docs.figures.job", *names, "--folder", folder, *(["--small"] if small else [])]
+    command = [sys.executable, "-m", *program]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
     subprocess.run([*launcher, *command], cwd=HERE.parents[1], env=environment, check=True)
 
@@ -54,7 +60,7 @@ def _write(file: Path, recorded: Any) -> None:
 
 def draw(recorded: Path, folder: Path) -> None:
     """Draw all figures."""
-    for name, module in {"trajectories": trajectories, **OF_JOBS}.items():
+    for name, module in {"trajectories": trajectories, "speeds": speeds, **OF_JOBS}.items():
         module.draw(json.loads((recorded / f"{name}.json").read_text()), folder)
 
 

@@ -12,12 +12,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import tensorflow.compat.v1 as tf
-from mpi4py import MPI
 from safetensors.numpy import load_file
 
 from hvd_periodic.asynchronous.worker import VARIABLE
@@ -31,6 +31,9 @@ scenario = Scenarios()
 
 KINDS = (None, True, False)
 """What ``use_resource`` may be."""
+
+AVERAGING = SimpleNamespace(curvature=(0.5, 1.0, 0.7), minimum=(3.0, -1.0, 2.0), period=3)
+"""Quadratics of workers."""
 
 LOCAL: dict[str, Callable[[], Any]] = {
     "sgd": lambda: tf.train.GradientDescentOptimizer(0.25),
@@ -58,6 +61,9 @@ def wrap(name: str, inner: Any, getter: Any, period: int = 2, **options: Any) ->
     """Make an asynchronous optimizer."""
     if name == "agn":
         return contrib_opt.AGNOptimizer(inner, hvd.size(), getter, period, **{"asynchronous": True, **options})
+    if name == "average":
+        options = {"asynchronous": True, **options}
+        return contrib_opt.ModelAverageOptimizer(inner, hvd.size(), hvd.rank() == 0, getter, period, **options)
     options = {"moving_rate": 0.25, "rho": 0.0, "asynchronous": True, **options}
     return contrib_opt.ElasticAverageOptimizer(inner, hvd.size(), getter, period, **options)
 
@@ -164,6 +170,37 @@ def one_after_the_other() -> Any:
     return results
 
 
+@on_all
+def averaging_one_after_the_other() -> Any:
+    """Quadratics h (x − b)²/2, period 3, one rank at a time: x and the center as this rank knows it after every turn.
+
+    Then two steps, which only the final operation pushes: x, center and global step before it, and after it.
+    """
+    results = {}
+    for use_resource in (True, False):
+        with tf.Graph().as_default():
+            getter, w = variable("average", use_resource)
+            optimizer = wrap("average", tf.train.GradientDescentOptimizer(0.1), getter, AVERAGING.period)
+            global_step = tf.train.get_or_create_global_step()
+            loss = AVERAGING.curvature[hvd.rank()] * tf.reduce_sum((w - AVERAGING.minimum[hvd.rank()]) ** 2) / 2
+            train, final = optimizer.minimize(loss, global_step=global_step), optimizer.get_final_op()
+            read, seen, communicator = [w, centers()[0], global_step], [], communicator_of(None)
+            with started(optimizer) as session:
+                for turn in range(3 * hvd.size()):
+                    for _ in range(AVERAGING.period if turn % hvd.size() == hvd.rank() else 0):
+                        session.run(train)
+                    communicator.allgather_object(turn, "turn")
+                    seen.append(flat(session.run(read)))
+                for _ in range(2):
+                    session.run(train)
+                seen.append(flat(session.run(read)))
+                for _ in range(2):  # The second has nothing to push.
+                    session.run(final)
+                    seen.append(flat(session.run(read)))
+            results[str(use_resource)] = seen
+    return results
+
+
 @scenario
 def one_worker_normalized() -> Any:
     """Alone, gradients i²/8 − 1 at step i: x, c after each step."""
@@ -191,12 +228,13 @@ def one_worker_normalized() -> Any:
 def different_numbers_of_steps() -> Any:
     """Ranks with more, fewer and no steps, in a monitored session and in a plain one: final centers, rounds."""
     results: dict[str, Any] = {}
-    cases = (("easgd", None), ("easgd_rho", True), ("easgd_rho", False), ("agn", None))
+    cases = (("easgd", None), ("easgd_rho", True), ("easgd_rho", False), ("agn", None), ("average", None))
     for name, use_resource in of_this_transport(cases):
         with tf.Graph().as_default():
             getter, w = variable(name.partition("_")[0], use_resource, float(hvd.rank()))
             inner = tf.train.MomentumOptimizer(0.25, 0.5)
-            path = MPI.COMM_WORLD.bcast(str(Path(tempfile.mkdtemp()) / "center"))
+            own = str(Path(tempfile.mkdtemp()) / "center")
+            path = communicator_of(None).allgather_object(own, "path")[0]  # Not every job has MPI.
             more = {"rho": 0.5} if name == "easgd_rho" else {}
             optimizer = wrap(name, inner, getter, center_file=path, **more)
             global_step = tf.train.get_or_create_global_step()
@@ -311,7 +349,7 @@ def trained(name: str, folder: str, partitioned: bool, use_resource: bool) -> di
 def restart() -> Any:
     """Twice; the second time from the checkpoint that the chief's last hook has saved."""
     results = {}
-    cases = (("easgd", True, False), ("agn", False, True), ("agn", True, False))
+    cases = (("easgd", True, False), ("agn", False, True), ("agn", True, False), ("average", True, False))
     for name, partitioned, use_resource in of_this_transport(cases):
         with tempfile.TemporaryDirectory() as folder:
             kind = f"{name} {'partitioned ' if partitioned else ''}{'resource' if use_resource else 'reference'}"
@@ -402,9 +440,7 @@ def refusals() -> Any:
         "final of a synchronous one": lambda: make("easgd", plain, ended, asynchronous=False),
         "final before minimize": lambda: make("easgd", plain, lambda optimizer: optimizer.get_final_op()),
         "rate": lambda: make("easgd", plain, moving_rate=1.25),
-        "average": lambda: contrib_opt.ModelAverageOptimizer(
-            plain(), hvd.size(), True, getter_of("average"), **{"asynchronous": True}
-        ),
+        "average without a getter": lambda: wrap("average", plain(), None),
         "one is synchronous": lambda: make("easgd", plain, asynchronous=hvd.rank() < hvd.size() - 1),
         "one does not lock": lambda: make("easgd", plain, use_locking=hvd.rank() < hvd.size() - 1),
         "none": lambda: make("agn", plain, ended),

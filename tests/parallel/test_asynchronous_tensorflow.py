@@ -354,6 +354,40 @@ def test_graphs_that_take_turns(graphs: list[dict[str, Any]]) -> None:
             assert [report[1] for report in column(reports, name)] == [[pytest.approx(last, abs=1e-6)]] * n
 
 
+OF_TWO = [0.2139375, 0.0784375, 0.277118582, 0.130990301, 0.325165782, 0.171916596]
+"""The center of asynchronous averaging of the first two workers, worked out by hand, after every turn."""
+
+
+def test_graphs_that_average_in_turn(graphs: list[dict[str, Any]]) -> None:
+    """Every number is known then; at the end, all have pushed everything, and leave with the center."""
+    size, (h, b, period) = len(graphs), ((0.5, 1.0, 0.7), (3.0, -1.0, 2.0), 3)
+    rate = float(np.float32(0.1))  # TensorFlow has it in single precision.
+    x, taken, known, center = [0.0] * size, [0.0] * size, [0.0] * size, 0.0
+
+    def train(rank: int, steps: int) -> None:
+        for _ in range(steps):
+            x[rank] -= rate * h[rank] * (x[rank] - b[rank])
+
+    expected: list[list[list[float]]] = []
+    for turn in range(3 * size):
+        rank = turn % size
+        train(rank, period)
+        center += (x[rank] - taken[rank]) / size
+        x[rank] = taken[rank] = known[rank] = center
+        if size == 2:
+            assert center == pytest.approx(OF_TWO[turn], rel=1e-6)
+        expected.append([[x[other], known[other], 1 + (turn - other) // size] for other in range(size)])
+    for rank in range(size):
+        train(rank, 2)
+    expected.append([[x[rank], known[rank], 3] for rank in range(size)])
+    center += sum(x[rank] - taken[rank] for rank in range(size)) / size
+    expected += [[[center, center, 3]] * size] * 2
+    for mode, reports in by_mode(graphs, "averaging_one_after_the_other"):
+        for kind in ("True", "False"):
+            for rank, seen in enumerate(column(reports, kind)):
+                assert seen == [pytest.approx(of_ranks[rank], rel=1e-12) for of_ranks in expected], (mode, kind)
+
+
 class Plain:
     """An optimizer of one number, by hand."""
 
@@ -465,7 +499,7 @@ def test_graphs_refuse(graphs: list[dict[str, Any]]) -> None:
             "final of a synchronous one": "RuntimeError: get_final_op() ends asynchronous training",
             "final before minimize": "RuntimeError: get_final_op() ends asynchronous training",
             "rate": "must be in (0, 1] in asynchronous exchange. Received: moving_rate=1.25",
-            "average": "unexpected keyword argument 'asynchronous'",
+            "average without a getter": "asynchronous=True needs a ModelAverageCustomGetter",
         }
         for case, text in everywhere.items():
             assert all(text in error for error in column(found, case)), (mode, case)

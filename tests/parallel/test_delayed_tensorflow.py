@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from tests import delayed_oracle as slow
@@ -36,6 +37,14 @@ MODES: dict[str, tuple[str, str]] = {
 JOBS = [("mpirun", 2), thorough(("mpirun", 3)), thorough(("mpirun, MPI", 2))]
 ORDER = (0, 1, 1, 2, 0, 0, 2, 1, 0, 1, 2)
 SIZE = 5
+SECONDS = (0.58, 0.75, 1.51)
+"""Per local step, of each rank."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "synchronous": {"asynchronous": False},
+    "grouped": {"grace_seconds": 1e6},
+}
+"""Options of workers that exchange together; a group ends when all are in it."""
 
 scenario = Scenarios()
 FOLDER: list[Path] = []
@@ -61,26 +70,30 @@ def barrier() -> None:
 class Trainer:
     """A worker on quadratics; its model is one layer whose kernel is x."""
 
-    def __init__(self, mode: str, name: str, compiled: bool, model: Any = None) -> None:
+    def __init__(self, mode: str, name: str, compiled: bool, model: Any = None, **given: Any) -> None:
         self.mode = mode
         if model is None:
             layers = [keras.Input((1,)), keras.layers.Dense(SIZE, use_bias=False, dtype="float64", name="x")]
             model = keras.Sequential(layers, name="model")
             model.set_weights([tf.zeros((1, SIZE), tf.float64)])
-            options: dict[str, Any] = {"staleness_power": 0.5 * (name == "diloco")}
+            options = {
+                "period": slow.PERIOD,
+                "asynchronous": True,
+                "staleness_power": 0.5 * (name == "diloco"),
+                **given,
+            }
             with self._transport():
                 optimizer = hvdp.PeriodicOptimizer(
                     keras.optimizers.SGD(0.1),
                     model,
                     slow.ALGORITHMS[name],
-                    slow.PERIOD,
-                    asynchronous=True,
                     center=MODES[mode][1],
                     **options,
                 )
                 model.compile(optimizer, loss="mse", jit_compile=False)
                 optimizer.build(model.trainable_variables)
         else:
+            model.optimizer.learning_rate = 0.1  # Of a model that was loaded; all ranks have to start with one rate.
             with self._transport():
                 model.optimizer.attach(model)
                 model.optimizer.start()
@@ -175,6 +188,57 @@ def successors(trainer: Trainer, name: str) -> tuple[Callable[[], Trainer], Call
 def test_what_was_saved_at_rest_resumes_exactly(ranks: list[dict[str, Any]]) -> None:
     for case in ranks[0]["saved_at_rest"]:
         assert column(ranks, "saved_at_rest", case) == [True] * len(ranks), case
+
+
+@scenario
+def periods_by_speed() -> Any:
+    """The periods that follow two pushes of this rank, which are in the order of ranks, at speeds that are given."""
+    results = {}
+    for mode, compiled in (("window", True), ("sharded", False)):
+        trainer, periods = Trainer(mode, "diloco", compiled, period=hvdp.DyLU(10)), []
+        synchronizer = trainer.optimizer.synchronizer
+        synchronizer.progress.step_seconds = lambda local_steps: SECONDS[hvd.rank()]
+        for turn in range(2 * hvd.size()):
+            rounds = synchronizer.rounds
+            while turn % hvd.size() == hvd.rank() and synchronizer.rounds == rounds:
+                trainer.take()
+            if turn % hvd.size() == hvd.rank():
+                periods.append(synchronizer.counters.next_exchange - synchronizer.local_steps)
+            barrier()
+        trainer.optimizer.finalize()
+        results[mode] = periods
+    return results
+
+
+def test_workers_take_steps_by_their_speeds(ranks: list[dict[str, Any]]) -> None:
+    """All know them from the first push of the last rank on: until then, all take 10 steps."""
+    by_speed = [10, 7, 3][: len(ranks)]
+    expected = [[10, speed] for speed in by_speed[:-1]] + [[by_speed[-1]] * 2]
+    for mode in ranks[0]["periods_by_speed"]:
+        assert column(ranks, "periods_by_speed", mode) == expected, mode
+
+
+@scenario
+def groups_of_all() -> Any:
+    """The replica after every step: synchronously, and with workers that wait until all are in a group."""
+    results = {}
+    for mode, name, compiled in (("window", "diloco", True), ("service", "slowmo", False)):
+        for kind, options in KINDS.items():
+            trainer, seen = Trainer(mode, name, compiled, staleness_power=0.0, **options), []
+            for _ in range(4 * slow.PERIOD):
+                trainer.take()
+                barrier()  # Nobody pushes again before all have taken the center.
+                seen.append(trainer.x.numpy()[0].tolist())
+            trainer.optimizer.finalize()
+            results[f"{mode} {kind}"] = [*seen, trainer.x.numpy()[0].tolist()]
+    return results
+
+
+def test_a_group_of_all_workers_is_a_synchronous_round(ranks: list[dict[str, Any]]) -> None:
+    for mode in ("window", "service"):
+        synchronous, grouped = (column(ranks, "groups_of_all", f"{mode} {kind}") for kind in KINDS)
+        np.testing.assert_allclose(grouped, synchronous, rtol=1e-12, atol=1e-14)
+        assert np.ptp(np.array(grouped)[:, slow.PERIOD - 2], axis=0).max() > 0.1, "they differ between exchanges"
 
 
 @scenario

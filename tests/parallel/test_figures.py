@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from docs.figures.speeds import METHODS, POINTS
 from tests.parallel.launch import start
 
-for module in ("horovod.torch", "matplotlib"):
+for module in ("horovod.torch", "matplotlib", "rich", "sklearn"):
     pytest.importorskip(module)
 
 
@@ -19,7 +20,7 @@ for module in ("horovod.torch", "matplotlib"):
 def test_small_jobs_are_recorded_and_drawn(tmp_path: Path) -> None:
     start("python", 1, ["-m", "docs.figures.draw", "--record", "--small", "--folder", str(tmp_path)], 120)
     recorded = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "recorded").iterdir()}
-    assert len(list(tmp_path.glob("*.svg"))) == 5
+    assert len(list(tmp_path.glob("*.svg"))) == 6
 
     whole = 12_000
     sent = [{place: sum(one["sent"].values()) for place, one in rank.items()} for rank in recorded["placements"]]
@@ -38,3 +39,9 @@ def test_small_jobs_are_recorded_and_drawn(tmp_path: Path) -> None:
 
     for bucket in recorded["buckets"]:
         assert bucket["packed"][1] == bucket["travels"][0] <= bucket["travels"][1] <= bucket["taken"][1]
+
+    for curves in recorded["speeds"].values():
+        assert list(curves) == list(METHODS)
+        for curve in curves.values():
+            assert len(curve["seconds"]) == len(curve["losses"]) == POINTS
+            assert all(first <= second for first, second in pairwise(curve["seconds"]))

@@ -206,8 +206,11 @@ def with_algorithms(*algorithms: Any) -> Callable[[Maker], None]:
     return attempt
 
 
-def without_waiting(maker: Maker) -> None:
+def averaging_without_waiting(maker: Maker) -> None:
     maker.make("ModelAverageOptimizer", asynchronous=True)
+
+
+def momentum_without_waiting(maker: Maker) -> None:
     for algorithm in (DiLoCo(), SlowMo(), BMUF()):
         maker.make(algorithm=algorithm, asynchronous=True)
 
@@ -271,7 +274,8 @@ SPECIAL: dict[str, Callable[[Maker], None]] = {
     "`ElasticAverageOptimizer`, `AGNOptimizer`": named("ElasticAverageOptimizer", "AGNOptimizer"),
     "`ModelAverageOptimizer`": named("ModelAverageOptimizer"),
     "`PeriodicOptimizer` with DiLoCo, SlowMo, BMUF": with_algorithms(DiLoCo(), SlowMo(), BMUF()),
-    "these with `asynchronous=True`": without_waiting,
+    "`ModelAverageOptimizer` with `asynchronous=True`": averaging_without_waiting,
+    "DiLoCo, SlowMo, BMUF with `asynchronous=True`": momentum_without_waiting,
     "`outer_optimizer`": with_outer_optimizer,
     MODE_ROWS["asynchronous"]: in_mode("asynchronous"),
     MODE_ROWS["groups"]: as_a_group,

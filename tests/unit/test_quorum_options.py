@@ -233,6 +233,28 @@ def test_in_rounds_of_all_sparse_messages_are_as_synchronously(name: str) -> Non
         assert any(error.any() for error in here[1::2])
 
 
+def test_weights_that_stay_the_same_count_for_error_memory_as_synchronously() -> None:
+    """To the bit where the shares w_i n/Σ w are powers of two: messages have it before the wire, and here after it."""
+    shares = (2.0, 0.5, 0.5)
+
+    def work(communicator: Communicator, **options: Any) -> list[Any]:
+        rank, xs, seen = communicator.rank, {"w": np.linspace(-1, 1, 20, dtype=np.float32)}, []
+        options |= {"weight": 4 * shares[rank], "compression": Compression.topk(0.3)}
+        optimizer = made(communicator, "diloco", xs, **options)
+        if "quorum" in options:
+            optimizer.synchronizer.exchanger.replay([range(3)] * 6)  # type: ignore[attr-defined]
+            communicator.allgather_object(None, "replayed")
+        for _ in range(5 * PERIOD):
+            step(optimizer, xs, rank)
+            seen += [xs["w"].copy(), unsent(optimizer) * (shares[rank] if "quorum" in options else 1)]
+        return seen
+
+    for here, there in zip(run_ranks(3, lambda c: work(c, quorum=2)), run_ranks(3, work), strict=True):
+        for one, other in zip(here, there, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert here[-1].any()
+
+
 @pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", "int2", "topk"])
 def test_what_is_not_sent_is_kept_whoever_takes_part(wire: str) -> None:
     """The center has moved by all that ranks had to say, but for their error memories; who is late keeps its own."""

@@ -150,8 +150,17 @@ class CustomGetter:
         name = f"{GLOBAL_VARIABLE_NAME}/{{}}"
         self.centers[local.ref()] = self._create(local, name, tf.identity, _COLLECTIONS.GLOBAL_VARIABLES)
         if self.companion is not None:
-            name = f"{self.companion}/{{}}"
-            self.companions[local.ref()] = self._create(local, name, self.first_companion, self.collection)
+            self._accompany(local, self.companion)
+
+    def keep_read(self, local: Any) -> tf.Variable:
+        """Return the companion of a local replica that holds the center as last read; create it if there is none."""
+        if local.ref() not in self.companions:
+            self._accompany(local, LOCAL_VARIABLE_NAME)
+        return self.companions[local.ref()]
+
+    def _accompany(self, local: Any, prefix: str) -> None:
+        name = f"{prefix}/{{}}"
+        self.companions[local.ref()] = self._create(local, name, self.first_companion, self.collection)
 
     def first_companion(self, center: tf.Tensor) -> tf.Tensor:
         """Return the initial value of a companion."""
@@ -196,6 +205,8 @@ class ElasticAverageCustomGetter(CustomGetter):
 
 class ModelAverageCustomGetter(CustomGetter):
     """Creates ``w`` and its center ``global_center_variable/w``.
+
+    An asynchronous optimizer also creates ``local_center_variable/w``, the center as last read.
 
     Args:
         worker_device: accepted and ignored.

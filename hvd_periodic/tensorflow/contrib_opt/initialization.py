@@ -20,13 +20,18 @@ from hvd_periodic.tensorflow.contrib_opt.turns import Turn
 
 
 class SharedCenter:
-    """Starts and ends the exchanges with an asynchronous center."""
+    """Starts and ends the exchanges with an asynchronous center.
+
+    Attributes:
+        hands_out: whether workers take the center: they push all they have, and end with the final center.
+    """
 
     def __init__(
         self, exchanger: SessionAsynchronous, centers: Sequence[tf.Variable], statistics: Sequence[tf.Variable]
     ) -> None:
         self._worker = exchanger.worker
         self._is_root = exchanger.context.membership.is_root
+        self.hands_out = exchanger.tensor_groups.parameters.taken is not None
         self._centers = TensorStore(exchanger.tensor_groups.parameters.values.layout, centers)
         self._stores = [self._centers]
         if statistics:
@@ -120,10 +125,10 @@ class Initialization:
                 roots = sent_from_root(values, f"initialize.{times}", self._routes, self._turn)
                 received = [variable.assign(value) for variable, value in zip(shared, roots, strict=True)]
             with tf.control_dependencies(received):
-                assigned = self._start_from_centers()
+                assigned = self.start_from_centers()
             return tf.group(*assigned, name=f"{self._name}.initialize.{times}")
 
-    def _start_from_centers(self) -> Assigned:
+    def start_from_centers(self) -> Assigned:
         """Set local variables from the centers, and the centers of statistics from the statistics."""
         assigned = [
             center.assign(tf.cast(value_of(statistic), center.dtype)) for center, statistic in self.buffer_centers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import tensorflow as tf
@@ -27,8 +28,13 @@ class ModelAverageOptimizer(GraphOptimizer):
             trainable variables are the replicas; centers, slots and counters are global variables. If ranks start with
             different values, without ``hvd.broadcast_global_variables(0)``, the first step broadcasts the root's.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        use_locking: accepted and ignored; synchronous exchanges never write concurrently.
+        use_locking: in asynchronous exchange through shared memory, whether a rank that reads and adds excludes other
+            ranks; without it, additions that collide may be lost. Synchronous exchanges never write concurrently.
         name: name of the optimizer.
+        asynchronous: every rank exchanges with one center at its own pace: it adds one n-th of what its replica has
+            moved since it last took the center, and takes the center. The center variables hold the center as this
+            rank last left it. :meth:`get_final_op` pushes what is left, and then replicas and center variables hold the
+            final center.
         options: as in :class:`ElasticAverageOptimizer`.
 
     Raises:
@@ -49,6 +55,8 @@ class ModelAverageOptimizer(GraphOptimizer):
         interval_steps: int | Schedule = 100,
         use_locking: bool = True,
         name: str = "ModelAverageOptimizer",
+        *,
+        asynchronous: bool = False,
         **options: Unpack[SessionOptions],
     ) -> None:
         request = Request(
@@ -59,6 +67,7 @@ class ModelAverageOptimizer(GraphOptimizer):
             Averaging,
             ("interval_steps", interval_steps),
             options,
+            asynchronous,
         )
         super().__init__(request, use_locking, name)
         self._is_chief = is_chief
@@ -73,6 +82,12 @@ class ModelAverageOptimizer(GraphOptimizer):
     def make_session_run_hook(self) -> InitializationHook:
         """Return the hook that runs :meth:`get_init_op` when the session is created."""
         return self._hook(self.get_init_op, self._is_chief)
+
+    def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
+        vectors = super()._vectors(references)
+        if self._asynchronous:
+            vectors["parameters.taken"] = [self._getter.keep_read(reference.deref()) for reference in references]
+        return vectors
 
     def _require_global_step(self, global_step: Any) -> None:
         if global_step is None:

@@ -280,8 +280,10 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
     def get_final_op(self) -> tf.Operation:
         """Return the operation that ends asynchronous training.
 
-        It sleeps until all ranks run it, and then stores the final center in the center variables. The hook of
-        :meth:`make_session_run_hook` runs it at the end of its session; in a plain session, run it after the last step.
+        It sleeps until all ranks run it, and then stores the final center in the center variables. In model averaging,
+        it first pushes the steps since the last exchange, and stores the final center in the replicas as well. The hook
+        of :meth:`make_session_run_hook` runs it at the end of its session; in a plain session, run it after the last
+        step.
 
         Raises:
             RuntimeError: the optimizer is synchronous, or ``apply_gradients`` has not been called.
@@ -293,9 +295,12 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                 "apply_gradients() or minimize() first"
             )
         with tf.compat.v1.name_scope(None), tf.device(None):
-            finished = [center.finish() for center in shared]
+            pushed = [end.push_rest() for center, end in zip(shared, self._ends, strict=True) if center.hands_out]
+            with tf.control_dependencies(pushed):
+                finished = [center.finish() for center in shared]
             with tf.control_dependencies(finished):
-                return tf.group(*self._told(), name=f"{self._name}.final")
+                taken = self._initialization.start_from_centers() if pushed else []
+                return tf.group(*self._told(), *taken, name=f"{self._name}.final")
 
     def get_land_op(self) -> tf.Operation:
         """Return the operation that waits for the exchange in flight and applies it to center and replica.

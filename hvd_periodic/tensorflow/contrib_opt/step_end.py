@@ -75,6 +75,17 @@ class StepEnd:
         with control_flow_v1():
             return tf.group(*self._call(None))
 
+    def push_rest(self) -> tf.Operation:
+        """Return the operation that pushes what an asynchronous worker has computed since its last exchange, if any."""
+
+        def push() -> None:
+            counters = self._synchronizer.progress.counters
+            if counters.local_steps > counters.last_exchange:
+                self._exchange_now()
+
+        with control_flow_v1():
+            return tf.group(*self._call(push))
+
     def end(self) -> tf.Operation:
         """Return the operation that tells the journal that training has ended, if the journal knows its beginning."""
         journal, progress = self._synchronizer.journal, self._synchronizer.progress
