@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the two batch scripts beside this file share; sourced, never run.
+# What the batch scripts beside this file share; sourced, never run.
 source "${SLURM_SUBMIT_DIR:?}/run_scripts/common.sh"
 activate
 

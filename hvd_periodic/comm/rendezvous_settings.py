@@ -69,12 +69,22 @@ class RendezvousSettings:
         """Whether only workers of this host can reach the rendezvous."""
         return self.host in _LOCAL
 
+    @property
+    def terms(self) -> dict[str, str]:
+        """What has to be equal in all workers of a job, in words by what it is."""
+        return {"the number of ranks": f"{self.minimum} to {self.maximum}"}
+
     @classmethod
-    def of_environment(cls) -> RendezvousSettings:
+    def of_environment(cls, min_ranks: int | None = None, max_ranks: int | None = None) -> RendezvousSettings:
         """Return the settings of the environment.
 
+        Args:
+            min_ranks: the minimum, if the environment does not say it.
+            max_ranks: the maximum, likewise.
+
         Raises:
-            ValueError: one of the variables has an invalid value.
+            TypeError: a number of ranks is no int.
+            ValueError: a variable or an argument has an invalid value; or they contradict each other.
         """
         text = os.environ.get(VARIABLE, "").strip()
         address = _ADDRESS.fullmatch(text)
@@ -82,14 +92,7 @@ class RendezvousSettings:
             raise ValueError(
                 f"The environment variable {VARIABLE} must be the host:port of an hvdp rendezvous. Received: {text!r}"
             )
-        ranks = os.environ.get(RANKS, "").strip() or f"1:{_UNLIMITED}"
-        found = _RANGE.fullmatch(ranks)
-        least, most = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
-        if not 1 <= least <= most:
-            raise ValueError(
-                f"The environment variable {RANKS} must be the minimum and the maximum number of ranks, as in 2:8, or "
-                f"one number for both. Received: {ranks!r}"
-            )
+        least, most = _numbers_of_ranks(min_ranks, max_ranks)
         return cls(
             address["host"],
             int(address["port"]),
@@ -100,6 +103,30 @@ class RendezvousSettings:
             seconds_in_environment(LOST, cls.lost_seconds, 1, "at least 1"),
             seconds_in_environment(PATIENCE, cls.join_seconds, 1, "at least 1"),
         )
+
+
+def _numbers_of_ranks(min_ranks: int | None, max_ranks: int | None) -> tuple[int, int]:
+    """Return the minimum and the maximum number of ranks, of the environment or of a state."""
+    text = os.environ.get(RANKS, "").strip()
+    found = _RANGE.fullmatch(text or f"1:{_UNLIMITED}")
+    least, most = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
+    if not 1 <= least <= most:
+        raise ValueError(
+            f"The environment variable {RANKS} must be the minimum and the maximum number of ranks, as in 2:8, or "
+            f"one number for both. Received: {text!r}"
+        )
+    if min_ranks is None and max_ranks is None:
+        return least, most
+    low = require_int(1 if min_ranks is None else min_ranks, "`min_ranks`", minimum=1)
+    high = require_int(_UNLIMITED if max_ranks is None else max_ranks, "`max_ranks`", minimum=1)
+    if low > high:
+        raise ValueError(f"`max_ranks` must be at least `min_ranks`. Received: min_ranks={low}, max_ranks={high}")
+    if text and (low, high) != (least, most):
+        raise ValueError(
+            f"`min_ranks` and `max_ranks` are {low} and {high}, and the environment variable {RANKS} says {text}: say "
+            "it in one place"
+        )
+    return low, high
 
 
 class AwaitedRanks(LocalCommunicator):

@@ -160,7 +160,7 @@ class TorchRendezvous(ElasticJob):
 
     def _check_fingerprint(self, store: Any, state: State, secret: bytes) -> None:
         """Raise a ValueError if the first worker of the job has another model, algorithm, version or secret."""
-        mine = {what: str(value) for what, value in state.fingerprint.items()}
+        mine = {what: str(value) for what, value in (self._settings.terms | state.fingerprint).items()}
         text = json.dumps(mine, sort_keys=True)
         signed = json.dumps([text, hmac.digest(secret, text.encode(), "sha256").hex()])
         found = store.compare_set(f"hvd_periodic.{self._settings.job}.fingerprint", "", signed).decode()
@@ -219,7 +219,7 @@ class TorchRendezvous(ElasticJob):
             raise TimeoutError(
                 f"{self._view.taking_part} of at least {settings.minimum} workers have come to {place} in "
                 f"{settings.join_seconds:g} s, or they have not exchanged since: start more, or lower "
-                f"the minimum in {RANKS}"
+                f"the minimum, `min_ranks` of the State or {RANKS}"
             ) from None
         except RendezvousClosedError:
             raise JobOverError(

@@ -39,6 +39,9 @@ class Committable(ABC):
     def copied(self) -> Any:
         """Return a copy of the state."""
 
+    def gather(self) -> None:
+        """Learn what a copy has to hold of the other ranks; collective, before every commit."""
+
     @abstractmethod
     def restore(self, copied: Any) -> None:
         """Restore a state that :meth:`copied` returned; keep no reference to it."""
@@ -340,7 +343,9 @@ class Commits:
             raise
 
     def _commit(self, objects: Objects) -> Commit:
-        """Return a copy of everything."""
+        """Return a copy of everything; collective if something in it is."""
+        for kept in self._kept().values():
+            kept.gather()
         mirrors = {
             name: back_up(each.synchronizer, each.share())
             for name, each in self._exchanges().items()

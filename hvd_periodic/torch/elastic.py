@@ -12,6 +12,7 @@ import torch
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.elastic import ElasticJob, run_elastic
 from hvd_periodic.comm.horovod import ElasticHorovod
+from hvd_periodic.comm.rendezvous_settings import VARIABLE as RENDEZVOUS
 from hvd_periodic.comm.rendezvous_settings import RendezvousSettings, rendezvous_asked
 from hvd_periodic.elastic.commits import Committable, CommittableOptimizer
 from hvd_periodic.elastic.shards import FullCenter, Share
@@ -23,8 +24,11 @@ from hvd_periodic.torch.gradient_averaging import innermost
 from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import STATE_KEY, PeriodicOptimizer, levels_of
 from hvd_periodic.torch.resharding import resharded
+from hvd_periodic.torch.sampler import ElasticSampler
 from hvd_periodic.torch.saved import map_tensors
 from hvd_periodic.torch.synchronizer import Synchronizer
+
+__all__ = ["ElasticSampler", "State", "run"]
 
 T = TypeVar("T")
 
@@ -97,12 +101,18 @@ class State(CommittedState):
             function returns; or any other optimizer, as in Horovod.
         commit: ``"call"``: commit when :meth:`commit` is called, equally often on all ranks; ``"exchange"``: also after
             every exchange of the first optimizer of this package, until the first rank has finished training.
+        min_ranks: number of ranks below which nobody trains; for a rendezvous, as ``HVD_PERIODIC_RANKS``. Default: as
+            there, else 1.
+        max_ranks: number of ranks above which further workers wait until one leaves. Default: as there, else no limit.
         more: other state to keep: any object with ``state_dict()`` and ``load_state_dict()`` (models, optimizers,
-            samplers, schedulers), and plain objects, which all ranks take from one rank. They become attributes.
+            schedulers, an ``ElasticSampler``), and plain objects, which all ranks take from one rank. They become
+            attributes.
 
     Raises:
+        TypeError: ``min_ranks`` or ``max_ranks`` is no int.
         ValueError: an optimizer whose ranks cannot change: asynchronous, around an ``hvd.DistributedOptimizer``, or
-            with a process set; or the environment has invalid settings of a rendezvous.
+            with a process set; the environment has invalid settings of a rendezvous, or other numbers of ranks than
+            the arguments; or these are given without a rendezvous.
         ImportError: there is neither a rendezvous nor Horovod.
 
     References:
@@ -115,6 +125,8 @@ class State(CommittedState):
         optimizer: torch.optim.Optimizer | None = None,
         *,
         commit: Literal["call", "exchange"] = "call",
+        min_ranks: int | None = None,
+        max_ranks: int | None = None,
         **more: Any,
     ) -> None:
         if commit not in ("call", "exchange"):
@@ -125,7 +137,7 @@ class State(CommittedState):
         for name, periodic in self._periodic().items():
             for level in levels_of(periodic):
                 refuse_fixed(name, level.synchronizer, level.synchronizer.gradient_group is not None)
-        super().__init__(self._tracked, objects, _job())
+        super().__init__(self._tracked, objects, _job(min_ranks, max_ranks))
         if commit == "exchange":
             if not self._periodic():
                 raise ValueError("commit='exchange' needs an optimizer of hvd_periodic.torch. Received none")
@@ -148,7 +160,7 @@ class State(CommittedState):
             levels = levels_of(value)
             found |= {name + depth * ".inner": _KeptOptimizer(level) for depth, level in enumerate(levels)}
             if not levels:
-                found[name] = _KeptState(value)
+                found[name] = _KeptSampler(value) if isinstance(value, ElasticSampler) else _KeptState(value)
         return found
 
     def _after_exchange(self) -> None:
@@ -194,6 +206,21 @@ class _KeptState(Committable):
         """Forget the state of an optimizer, as where it is new."""
         if isinstance(self.value, torch.optim.Optimizer):
             self.value.state.clear()
+
+
+class _KeptSampler(_KeptState):
+    """A sampler, whose commits hold how far all ranks have come."""
+
+    value: ElasticSampler
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """The number of examples, and their order."""
+        return {"the data": self.value.description}
+
+    def gather(self) -> None:
+        """Learn how far the other ranks have come."""
+        self.value.gather()
 
 
 class _KeptOptimizer(_KeptState, CommittableOptimizer):
@@ -270,13 +297,18 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
         self.value.rejoin(name)
 
 
-def _job() -> ElasticJob:
+def _job(min_ranks: int | None, max_ranks: int | None) -> ElasticJob:
     """Return what decides which processes take part: the rendezvous that the environment names, or elastic Horovod."""
-    if not rendezvous_asked():
-        return ElasticHorovod("horovod.torch")
-    from hvd_periodic.comm.torch_rendezvous import TorchRendezvous
+    if rendezvous_asked():
+        from hvd_periodic.comm.torch_rendezvous import TorchRendezvous
 
-    return TorchRendezvous(RendezvousSettings.of_environment())
+        return TorchRendezvous(RendezvousSettings.of_environment(min_ranks, max_ranks))
+    if min_ranks is not None or max_ranks is not None:
+        raise ValueError(
+            f"`min_ranks` and `max_ranks` are for jobs at a rendezvous, and {RENDEZVOUS} is not set: set it, or leave "
+            "them out; elastic Horovod takes the numbers from its launcher, horovodrun --min-np 2 --max-np 8"
+        )
+    return ElasticHorovod("horovod.torch")
 
 
 def _of_rank(value: Any, rank: int = 0) -> Any:

@@ -120,6 +120,56 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RendezvousSettings.of_environment() == expected
 
 
+def test_numbers_of_ranks_in_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
+    assert of_state(min_ranks=2, max_ranks=8) == (2, 8)
+    assert of_state(min_ranks=3)[0] == 3
+    assert of_state(max_ranks=3) == (1, 3)
+    monkeypatch.setenv("HVD_PERIODIC_RANKS", "2:8")
+    assert of_state() == of_state(min_ranks=2, max_ranks=8) == (2, 8)
+
+
+def of_state(**numbers: int) -> tuple[int, int]:
+    job = hvdp.elastic.State(**numbers).job  # type: ignore[arg-type]
+    assert isinstance(job, TorchRendezvous)
+    return job._settings.minimum, job._settings.maximum
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error", "message"),
+    [
+        ({"min_ranks": 8, "max_ranks": 2}, ValueError, r"at least `min_ranks`\. Received: min_ranks=8, max_ranks=2"),
+        ({"min_ranks": 0}, ValueError, "`min_ranks` must be an int >= 1. Received: 0"),
+        ({"max_ranks": 2.5}, TypeError, r"`max_ranks` must be an int >= 1\. Received: 2\.5"),
+        (
+            {"min_ranks": 2},
+            ValueError,
+            "are 2 and 65536, and the environment variable HVD_PERIODIC_RANKS says 2:4: say",
+        ),
+    ],
+)
+def test_numbers_that_make_no_sense(
+    monkeypatch: pytest.MonkeyPatch, numbers: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
+    monkeypatch.setenv("HVD_PERIODIC_RANKS", "2:4")
+    with pytest.raises(error, match=message):
+        hvdp.elastic.State(**numbers)
+
+
+def test_numbers_without_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HVD_PERIODIC_RENDEZVOUS", raising=False)
+    with pytest.raises(ValueError, match="are for jobs at a rendezvous, and HVD_PERIODIC_RENDEZVOUS is not set"):
+        hvdp.elastic.State(min_ranks=2)
+
+
+def test_workers_whose_numbers_differ(port: int) -> None:
+    with pytest.raises(TimeoutError, match="lower the minimum, `min_ranks` of the State or HVD_PERIODIC_RANKS"):
+        join(settings(port, "numbers"))
+    with pytest.raises(ValueError, match=r"trains something else: the number of ranks: 1 to 2 here, 2 to 2 there\."):
+        join(replace(settings(port, "numbers"), minimum=1))
+
+
 def test_training_outside_of_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
     model = torch.nn.Linear(2, 1)

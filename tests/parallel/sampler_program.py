@@ -1,0 +1,84 @@
+"""A worker of an elastic job with an elastic sampler; see ``test_elastic_sampler.py``.
+
+HVD_PERIODIC_RENDEZVOUS=... python -m tests.parallel.sampler_program sampler FOLDER NUMBER
+
+Every worker writes which examples it processes, in which round and before which local step, and from which step each
+round goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import hvd_periodic.torch as hvdp
+from tests.parallel.elastic_events import FOLDER, die, once
+
+WORKERS, EXAMPLES, EPOCHS, BATCH, PERIOD = 3, 49, 4, 2, 4
+DIES, WAITS = 9, 13
+"""Local steps before which the last of three workers dies, and the two that are left wait for another."""
+
+
+def happen(step: int, state: Any) -> None:
+    """Let happen to this process what is to happen before a step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if step == DIES and size == WORKERS and rank == size - 1 and once("victim"):
+        (FOLDER / "victim").write_text(str(os.getpid()))
+        die()
+    happened = (FOLDER / "victim").exists()
+    late = step == DIES - 2 and size < WORKERS and not happened  # One comes after the first exchange.
+    if late or (step == WAITS and size < WORKERS and happened):
+        if happened:
+            (FOLDER / "another").touch()
+        while not state.job._state.view.waiting:
+            time.sleep(0.05)
+
+
+def note(file: str, **what: Any) -> None:
+    """Write a line into a file."""
+    with (FOLDER / file).open("a") as lines:
+        lines.write(json.dumps({"pid": os.getpid(), **what}) + "\n")
+
+
+def main(number: str) -> None:
+    """Train."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvdp.ModelAverageOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model, PERIOD)
+    data = torch.arange(EXAMPLES)
+    sampler = hvdp.elastic.ElasticSampler(data)
+    loader = DataLoader(data, BATCH, sampler=sampler)  # type: ignore[arg-type]
+    state = hvdp.elastic.State(
+        model, optimizer, commit="exchange", min_ranks=WORKERS - 1, max_ranks=WORKERS, sampler=sampler
+    )
+
+    (FOLDER / f"here.{number}").touch()
+    while not all((FOLDER / f"here.{other}").exists() for other in range(WORKERS)):
+        time.sleep(0.05)
+
+    @hvdp.elastic.run
+    def train(state: Any) -> None:
+        synchronizer, turn = optimizer.synchronizer, state.job._state.view.round
+        note("begun", round=turn, step=synchronizer.local_steps)
+        for epoch in range(sampler.epoch, EPOCHS):
+            sampler.set_epoch(epoch)
+            for batch, examples in enumerate(loader):
+                happen(synchronizer.local_steps, state)
+                note("seen", round=turn, step=synchronizer.local_steps, epoch=epoch, examples=examples.tolist())
+                optimizer.zero_grad()
+                model(examples[:, None].float()).sum().backward()
+                sampler.record_batch(batch, BATCH)
+                optimizer.step()
+        optimizer.finalize()
+
+    train(state)
+
+
+if __name__ == "__main__":
+    main(sys.argv[3])
