@@ -5,7 +5,8 @@ clocks of their hosts. What is between torch and the store here:
 
 - signs every value with the secret of the job, and unpickles nothing but the classes of such a state;
 - counts signs of life in keys of their own, one per worker. A worker whose count does not change for long, by the clock
-  of who looks, counts as dead; and the value changes only if the workers do, however many there are;
+  of who looks, counts as dead; and the value changes only if the workers do, however many there are. One that leaves
+  puts a word in place of its count, and counts as dead at once;
 - remembers what the state says about this process and the others, for whoever waits for them.
 """
 
@@ -15,6 +16,7 @@ import copy
 import hashlib
 import hmac
 import io
+import math
 import pickle
 import threading
 import time
@@ -63,7 +65,10 @@ class View:
 
 
 _NEVER = datetime.min.replace(tzinfo=UTC)
-"""In place of the time of a sign of life, in the store."""
+"""In place of the time of a sign of life: in the store, and of a worker that has left."""
+
+_LEFT = b"left"
+"""In place of the count of a worker that has left."""
 
 
 class RendezvousState(C10dRendezvousBackend):
@@ -77,6 +82,11 @@ class RendezvousState(C10dRendezvousBackend):
         last_call: seconds that a round stays open once the minimum of workers is there, and nobody else is expected.
         lost_seconds: seconds without a sign of life after which a worker counts as lost.
         told: called with the view after every access.
+
+    Attributes:
+        view: what this process knows of the rendezvous.
+        patience: seconds for which a round stays open for workers of the former one that do not come although they give
+            signs of life: their main threads hang, or are in a long period.
     """
 
     def __init__(
@@ -89,13 +99,14 @@ class RendezvousState(C10dRendezvousBackend):
         lost_seconds: float,
         told: Callable[[View], None],
     ) -> None:
-        self.view = View(own)
+        self.view, self.patience = View(own), math.inf
         self._secret, self._own, self._told = secret, own, told
         self._last_call, self._lost = timedelta(seconds=last_call), timedelta(seconds=lost_seconds)
         self._former: tuple[int, frozenset[str]] = -1, frozenset()
         self._beats = f"hvd_periodic.{job}.beats."
         self._seen: dict[str, tuple[Any, float]] = {}
         self._own_sign = _NEVER
+        self._left = False
         self._deadline: tuple[datetime | None, datetime | None] = None, None
         self._stored: dict[str, Any] = {}
         self._lock = threading.RLock()  # Signs of life come from another thread.
@@ -120,6 +131,12 @@ class RendezvousState(C10dRendezvousBackend):
             found = super().set_state(self.sign(data) + data, token)
             return found and (self._received(found[0]), *found[1:])
 
+    def leave(self) -> None:
+        """Give no sign of life from now on, and let the others count this process as dead."""
+        with self._lock:
+            self._left = True
+            self._call_store("set", self._beats + self._own, _LEFT)
+
     def sign(self, data: bytes) -> bytes:
         """Return the signature of some bytes."""
         return hmac.digest(self._secret, data, "sha256")
@@ -127,7 +144,7 @@ class RendezvousState(C10dRendezvousBackend):
     def _prepare(self, state: Any) -> None:
         """Count this process's sign of life, if the state has a new one; replace times as they are in the store."""
         sign = state.last_heartbeats.get(self._node(state), self._own_sign)
-        if sign != self._own_sign:
+        if sign != self._own_sign and not self._left:
             self._call_store("add", self._beats + self._own, 1)
             self._own_sign = sign
         state.last_heartbeats = dict.fromkeys(state.last_heartbeats, _NEVER)
@@ -150,7 +167,8 @@ class RendezvousState(C10dRendezvousBackend):
             arrived = {node.addr for node in state.participants}
             expected = [worker for worker in self._former[1] - arrived if now - signs[worker] < self._lost]
             first_seen = self._here("", there)
-            state.deadline = (now if expected or state.wait_list else first_seen) + self._last_call
+            awaited = expected and (now - first_seen).total_seconds() < self.patience
+            state.deadline = (now if awaited or state.wait_list else first_seen) + self._last_call
             self._deadline = state.deadline, there
         self._told(self.view)
         return pickle.dumps(state)
@@ -165,6 +183,8 @@ class RendezvousState(C10dRendezvousBackend):
     def _here(self, key: str, value: Any) -> datetime:
         """Return the time by this host's clock at which this process first saw the value of a key."""
         now = time.monotonic()
+        if value == _LEFT:
+            return _NEVER
         known, since = self._seen.get(key, (None, now))
         if known != value:
             self._seen[key] = value, now

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -73,7 +74,7 @@ class TorchRendezvous(ElasticJob):
         return None
 
     def run(self, function: Function, state: State, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of ``function(state, ...)``, called again in every round.
+        """Return the result of ``function(state, ...)``, called again in every round; leave the job if it fails.
 
         Raises:
             RuntimeError: the job is over; or it fails in the same way again and again.
@@ -81,6 +82,14 @@ class TorchRendezvous(ElasticJob):
         """
         set_up()
         self._connect(state)
+        try:
+            return self._in_rounds(function, state, args, kwargs)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _in_rounds(self, function: Function, state: State, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return the result of the function, called again in every round."""
         failures: list[tuple[Any, str]] = []
         returned = False
         while True:
@@ -121,8 +130,8 @@ class TorchRendezvous(ElasticJob):
         """Connect to the rendezvous, and check that this worker belongs to the job."""
         if self._handler is not None:
             raise JobOverError(
-                "A function under hvdp.elastic.run has returned in this process before, and its job is over: train in "
-                f"one function, or start the process again with another name of the job in {JOB}"
+                "A function under hvdp.elastic.run has ended in this process before, which takes part once: train in one "
+                f"function, or start the process again, if the job is over with another name in {JOB}"
             )
         settings = self._settings
         with self._explained():
@@ -179,6 +188,8 @@ class TorchRendezvous(ElasticJob):
 
     def _next_round(self) -> None:
         """Leave the round, and take part in the next; note whether there were others without this process."""
+        if self._state is not None:
+            self._state.patience = max((each.timeout for each in trackers() if each.timeout), default=math.inf)
         close_world()
         with self._explained(), _without_server():
             before = self._view.round
@@ -196,6 +207,14 @@ class TorchRendezvous(ElasticJob):
             wait = tracker.wait
             if wait is not None and wait.raises and wait.error is None:
                 wait.error = RanksLostError("A worker gives no sign of life, or has left the others after a loss")
+
+    def _leave(self) -> None:
+        """Tell the others at once that this process takes part no longer, which may live on; local."""
+        self._over = True
+        if self._state is not None:
+            with suppress(RendezvousConnectionError):
+                self._state.leave()
+        close_world()
 
     def _close(self) -> None:
         """Mark the job as over: nobody can join it any more."""
