@@ -43,7 +43,10 @@ _LAST_CALL = 2.0
 """Seconds that a round stays open once the minimum of workers is there, and nobody else is expected."""
 
 _BEATS = 10
-"""Signs of life within the seconds after which a worker counts as lost."""
+"""Signs of life, at least, within the seconds after which a worker counts as lost."""
+
+_LOOKS = 1.0
+"""Seconds, at most, between two signs of life: with each, a worker learns who is lost and who waits."""
 
 _IN_VAIN = 3
 """Rounds of the same workers that fail at the same place, after which it is an error of the program."""
@@ -130,8 +133,8 @@ class TorchRendezvous(ElasticJob):
         """Connect to the rendezvous, and check that this worker belongs to the job."""
         if self._handler is not None:
             raise JobOverError(
-                "A function under hvdp.elastic.run has ended in this process before, which takes part once: train in one "
-                f"function, or start the process again, if the job is over with another name in {JOB}"
+                "A function under hvdp.elastic.run has ended in this process before, which takes part once: train in "
+                f"one function, or start the process again, if the job is over with another name in {JOB}"
             )
         settings = self._settings
         with self._explained():
@@ -144,6 +147,7 @@ class TorchRendezvous(ElasticJob):
                 mine, settings.job, secret, own, _LAST_CALL, settings.lost_seconds, self._end_waits
             )
             seconds = timedelta(seconds=settings.join_seconds)
+            interval = min(settings.lost_seconds / _BEATS, _LOOKS)
             self._handler = DynamicRendezvousHandler.from_backend(
                 settings.job,
                 groups,
@@ -152,8 +156,8 @@ class TorchRendezvous(ElasticJob):
                 settings.maximum,
                 own,
                 RendezvousTimeout(seconds, timedelta(seconds=_LAST_CALL), _CONNECTING, _CONNECTING),
-                settings.lost_seconds / _BEATS,  # type: ignore[arg-type]  # Seconds, of which it makes a timedelta.
-                _BEATS,
+                interval,  # type: ignore[arg-type]  # Seconds, of which it makes a timedelta.
+                round(settings.lost_seconds / interval),
             )
         logger.warning(
             "Worker %d of job %r waits at %s:%d for at least %d",
@@ -211,16 +215,20 @@ class TorchRendezvous(ElasticJob):
     def _leave(self) -> None:
         """Tell the others at once that this process takes part no longer, which may live on; local."""
         self._over = True
+        self._handler._stop_heartbeats()
         if self._state is not None:
             with suppress(RendezvousConnectionError):
                 self._state.leave()
         close_world()
 
     def _close(self) -> None:
-        """Mark the job as over: nobody can join it any more."""
+        """Mark the job as over: nobody can join it any more. End the thread that gives signs of life.
+
+        If Python ended it while it waits for the store, in C++, the process would abort.
+        """
         self._over = True
         with suppress(RendezvousConnectionError):
-            self._handler.set_closed()
+            self._handler.shutdown()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
