@@ -67,6 +67,12 @@ class View:
 _NEVER = datetime.min.replace(tzinfo=UTC)
 """In place of the time of a sign of life: in the store, and of a worker that has left."""
 
+_LATER = timedelta(days=1)
+"""From now to the end of a round that waits for workers: it is set again at every access, which may be late."""
+
+_LONGEST_GAP = 2.0
+"""Seconds between two accesses that count at most: where this process has not run, others may not have either."""
+
 _LEFT = b"left"
 """In place of the count of a worker that has left."""
 
@@ -107,6 +113,7 @@ class RendezvousState(C10dRendezvousBackend):
         self._seen: dict[str, tuple[Any, float]] = {}
         self._own_sign = _NEVER
         self._left = False
+        self._seconds, self._accessed = 0.0, time.monotonic()
         self._deadline: tuple[datetime | None, datetime | None] = None, None
         self._stored: dict[str, Any] = {}
         self._lock = threading.RLock()  # Signs of life come from another thread.
@@ -168,7 +175,7 @@ class RendezvousState(C10dRendezvousBackend):
             expected = [worker for worker in self._former[1] - arrived if now - signs[worker] < self._lost]
             first_seen = self._here("", there)
             awaited = expected and (now - first_seen).total_seconds() < self.patience
-            state.deadline = (now if awaited or state.wait_list else first_seen) + self._last_call
+            state.deadline = now + _LATER if awaited or state.wait_list else first_seen + self._last_call
             self._deadline = state.deadline, there
         self._told(self.view)
         return pickle.dumps(state)
@@ -182,7 +189,7 @@ class RendezvousState(C10dRendezvousBackend):
 
     def _here(self, key: str, value: Any) -> datetime:
         """Return the time by this host's clock at which this process first saw the value of a key."""
-        now = time.monotonic()
+        now = self._now()
         if value == _LEFT:
             return _NEVER
         known, since = self._seen.get(key, (None, now))
@@ -190,6 +197,13 @@ class RendezvousState(C10dRendezvousBackend):
             self._seen[key] = value, now
             since = now
         return datetime.now(UTC) - timedelta(seconds=now - since)
+
+    def _now(self) -> float:
+        """Return for how many seconds this process has been looking at the state."""
+        now = time.monotonic()
+        self._seconds += min(now - self._accessed, _LONGEST_GAP)
+        self._accessed = now
+        return self._seconds
 
     def _node(self, state: Any) -> Any:
         """Return this process among the nodes of a state; None if it is none of them."""

@@ -128,7 +128,8 @@ def main(scenario: Scenario, number: int) -> None:
         begin(dist.get_rank(), dist.get_world_size(), steps, round=number, forgotten=state.forgotten)
         while goes_on(scenario, state.batch):
             step = state.batch
-            happen(scenario, step, state)
+            if scenario.what != "events":
+                happen(scenario, step, state)
             for parameter, to in zip(model.parameters(), target_of(scenario, step), strict=True):
                 parameter.grad = parameter.detach() - to
             state.batch += 1
