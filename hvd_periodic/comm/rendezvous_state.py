@@ -7,6 +7,8 @@ clocks of their hosts. What is between torch and the store here:
 - counts signs of life in keys of their own, one per worker. A worker whose count does not change for long, by the clock
   of who looks, counts as dead; and the value changes only if the workers do, however many there are. One that leaves
   puts a word in place of its count, and counts as dead at once;
+- lets workers into the next round only when those of the former one have come or are lost: torch completes a round at
+  the maximum, and new workers would take the places of those who hold the center;
 - remembers what the state says about this process and the others, for whoever waits for them.
 """
 
@@ -16,6 +18,7 @@ import copy
 import hashlib
 import hmac
 import io
+import json
 import math
 import pickle
 import threading
@@ -109,10 +112,10 @@ class RendezvousState(C10dRendezvousBackend):
         self._secret, self._own, self._told = secret, own, told
         self._last_call, self._lost = timedelta(seconds=last_call), timedelta(seconds=lost_seconds)
         self._former: tuple[int, frozenset[str]] = -1, frozenset()
-        self._beats = f"hvd_periodic.{job}.beats."
+        self._beats, self._members = f"hvd_periodic.{job}.beats.", f"hvd_periodic.{job}.members"
         self._seen: dict[str, tuple[Any, float]] = {}
         self._own_sign = _NEVER
-        self._left = False
+        self._left = self._kept_out = False
         self._seconds, self._accessed = 0.0, time.monotonic()
         self._deadline: tuple[datetime | None, datetime | None] = None, None
         self._stored: dict[str, Any] = {}
@@ -149,7 +152,9 @@ class RendezvousState(C10dRendezvousBackend):
         return hmac.digest(self._secret, data, "sha256")
 
     def _prepare(self, state: Any) -> None:
-        """Count this process's sign of life, if the state has a new one; replace times as they are in the store."""
+        """Count this process's sign of life, if the state has a new one; replace what was changed for this process."""
+        if self._kept_out:
+            state.complete, state.round = False, self._stored["round"]
         sign = state.last_heartbeats.get(self._node(state), self._own_sign)
         if sign != self._own_sign and not self._left:
             self._call_store("add", self._beats + self._own, 1)
@@ -169,14 +174,17 @@ class RendezvousState(C10dRendezvousBackend):
         self._look_at(state)
         signs = self._signs(state)
         state.last_heartbeats = {node: signs[node.addr] for node in state.last_heartbeats}
+        now, arrived = datetime.now(UTC), {node.addr for node in state.participants}
+        missing = () if state.complete else self._former[1] - arrived
+        expected = [worker for worker in missing if now - signs[worker] < self._lost]
         if state.deadline is not None:
-            there, now = state.deadline, datetime.now(UTC)
-            arrived = {node.addr for node in state.participants}
-            expected = [worker for worker in self._former[1] - arrived if now - signs[worker] < self._lost]
+            there = state.deadline
             first_seen = self._here("", there)
-            awaited = expected and (now - first_seen).total_seconds() < self.patience
-            state.deadline = now + _LATER if awaited or state.wait_list else first_seen + self._last_call
+            awaited = (now - first_seen).total_seconds() < self.patience if expected else bool(state.wait_list)
+            state.deadline = now + _LATER if awaited else first_seen + self._last_call
             self._deadline = state.deadline, there
+        self._kept_out = bool(expected) and self._own not in self._former[1] | arrived
+        state.complete |= self._kept_out
         self._told(self.view)
         return pickle.dumps(state)
 
@@ -209,12 +217,24 @@ class RendezvousState(C10dRendezvousBackend):
         """Return this process among the nodes of a state; None if it is none of them."""
         return next((node for node in state.last_heartbeats if node.addr == self._own), None)
 
+    def _remember_members(self, state: Any, current: frozenset[str]) -> None:
+        """Remember the workers of the latest complete round, also for processes that come when some have left it."""
+        latest = state.round if state.complete else state.round - 1
+        if self._former[0] >= latest:
+            return
+        number, members = -1, []
+        if self._call_store("check", [self._members]):
+            number, members = json.loads(self._call_store("get", self._members))
+        if number < latest and state.complete:
+            number, members = latest, sorted(current)
+            self._call_store("set", self._members, json.dumps([number, members]))
+        self._former = number, frozenset(members)
+
     def _look_at(self, state: Any) -> None:
-        """Update the view, and the workers of the latest complete round, which are expected in the next."""
+        """Update the view."""
         known = self.view
         current = frozenset(node.addr for node in state.participants)
-        if state.complete:
-            self._former = state.round, current | (self._former[1] if self._former[0] == state.round else frozenset())
+        self._remember_members(state, current)
         if state.complete and self._own in current and state.round != known.round:
             known = View(self._own, state.round, current)
         lost = state.round != known.round or not known.members <= current

@@ -274,6 +274,34 @@ def test_a_round_stays_open_only_so_long_for_workers_that_do_not_come(port: int)
         deadline = found
 
 
+def test_new_workers_do_not_take_the_places_of_those_before(port: int) -> None:
+    """Until these have come or are lost, a new worker sees a round in which there is no place, and waits."""
+    one, other = (state_of(port, "places", name, lost=1e6) for name in ("one", "other"))
+
+    def complete(state: Any) -> None:
+        state.complete, state.participants = True, {ONE: 0, OTHER: 1}
+
+    def next_round(state: Any) -> None:
+        state.round, state.participants = 1, {ONE: 0}
+
+    def waits(state: Any) -> None:
+        next_round(state)
+        state.complete = True  # As it has seen.
+        state.wait_list = {_NodeDesc("new", 1, 0)}
+
+    _, token, _ = set_of(one, written(complete))
+    set_of(one, written(next_round), token)
+    new = state_of(port, "places", "new", lost=1e6)
+    found = new.get_state()
+    assert found is not None
+    assert pickle.loads(found[0]).complete
+    assert set_of(new, written(waits), found[1])[2]
+    assert not read(one).complete
+    assert not read(other).complete
+    other.leave()
+    assert not read(new).complete
+
+
 def test_a_worker_that_leaves_is_lost_at_once(port: int) -> None:
     """Although its process lives on, and a thread of torch's would give signs of life."""
     one, other = (state_of(port, "leaving", name) for name in ("one", "other"))
