@@ -14,7 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.parallel.rendezvous_events import EVENTS, play
+from tests.parallel.rendezvous_events import play
+from tests.parallel.rendezvous_scenarios import EVENTS
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from tests.conftest import PATIENCE
 from tests.parallel.elastic_scenarios import expected
 from tests.parallel.rendezvous_job import Job, numbered, rendezvous
-from tests.parallel.rendezvous_scenarios import EVENTS, FIXED, read_file, replace_file
+from tests.parallel.rendezvous_scenarios import FIXED, read_file, replace_file
 
 LEAST, MOST = 2, 5
 """Numbers of workers between which events keep a job."""
@@ -174,6 +174,3 @@ def play(folders: Mapping[str, Path], events: int, seed: int) -> dict[str, Event
         finally:
             for job in jobs.values():
                 job.stop()
-
-
-__all__ = ["EVENTS", "EventfulJob", "play"]

@@ -1,4 +1,4 @@
-"""A worker of an elastic job over torch.distributed; see ``test_rendezvous.py``.
+"""A worker of an elastic job over torch.distributed; see ``test_rendezvous.py`` and ``rendezvous_events.py``.
 
 HVD_PERIODIC_RENDEZVOUS=... python -m tests.parallel.rendezvous_program SCENARIO FOLDER NUMBER
 

@@ -27,7 +27,7 @@ SECONDS = 100
 """Within which all jobs end."""
 
 
-class EventfulJob(Job):
+class ScriptedJob(Job):
     """A job to which what its scenario says happens."""
 
     _followed = False
@@ -48,10 +48,10 @@ class EventfulJob(Job):
         return int((self.folder / "victim").read_text())
 
 
-def run(names: Iterable[str], folders: pytest.TempPathFactory) -> Iterator[dict[str, EventfulJob]]:
+def run(names: Iterable[str], folders: pytest.TempPathFactory) -> Iterator[dict[str, ScriptedJob]]:
     """Run scenarios at once."""
     with rendezvous() as address:
-        found = {name: EventfulJob(name, folders.mktemp("job"), address) for name in names}
+        found = {name: ScriptedJob(name, folders.mktemp("job"), address) for name in names}
         try:
             for job in found.values():
                 for _ in range(job.scenario.workers):
@@ -66,13 +66,13 @@ def run(names: Iterable[str], folders: pytest.TempPathFactory) -> Iterator[dict[
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EventfulJob]]:
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ScriptedJob]]:
     """Run the scenarios of every run."""
     yield from run(SCENARIOS, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EventfulJob]]:
+def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ScriptedJob]]:
     """Run the scenarios with workers that hang."""
     yield from run(HANGING, tmp_path_factory)
 
@@ -99,7 +99,7 @@ def check(job: Job) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.what == "kill"])
-def test_a_killed_worker_is_replaced(jobs: dict[str, EventfulJob], name: str) -> None:
+def test_a_killed_worker_is_replaced(jobs: dict[str, ScriptedJob], name: str) -> None:
     """The others go on in the same processes, and a process that starts later takes the center."""
     stretches, victim = check(jobs[name]), jobs[name].victim
     at = max(number for number, processes in enumerate(stretches) if victim in processes)
@@ -109,7 +109,7 @@ def test_a_killed_worker_is_replaced(jobs: dict[str, EventfulJob], name: str) ->
     assert len(set(stretches[-1]) - set().union(*stretches[: at + 2])) == 1
 
 
-def joins_again(job: EventfulJob) -> None:
+def joins_again(job: ScriptedJob) -> None:
     """Check that a worker was excluded, and that nothing of what it had counts when it has joined again."""
     stretches, victim = check(job), job.victim
     assert victim in stretches[-1]
@@ -118,30 +118,30 @@ def joins_again(job: EventfulJob) -> None:
     assert "The other ranks have gone on without this process, which joins as a new one" in job.output()
 
 
-def go_on_without(job: EventfulJob) -> None:
+def go_on_without(job: ScriptedJob) -> None:
     """Check that the others have gone on without a worker."""
     stretches, victim = check(job), job.victim
     assert victim not in stretches[-1]
     assert set(stretches[-1]) == set(stretches[-2]) - {victim}
 
 
-def test_a_stopped_worker_is_excluded(jobs: dict[str, EventfulJob]) -> None:
+def test_a_stopped_worker_is_excluded(jobs: dict[str, ScriptedJob]) -> None:
     """When it wakes up, it joins as a new one."""
     joins_again(jobs["stopped, and joins again"])
 
 
-def test_a_worker_leaves_with_an_error(jobs: dict[str, EventfulJob]) -> None:
+def test_a_worker_leaves_with_an_error(jobs: dict[str, ScriptedJob]) -> None:
     """Its process lives on; the others wait for no signs of life from it."""
     go_on_without(jobs["raises an error, and lives on"])
 
 
 @pytest.mark.thorough
-def test_a_worker_that_hangs_is_ended(hanging: dict[str, EventfulJob]) -> None:
+def test_a_worker_that_hangs_is_ended(hanging: dict[str, ScriptedJob]) -> None:
     """After ``timeout_seconds``, although it gives signs of life."""
     go_on_without(hanging["hangs, and is ended"])
 
 
 @pytest.mark.thorough
-def test_a_worker_that_hangs_and_does_not_answer_is_excluded(hanging: dict[str, EventfulJob]) -> None:
+def test_a_worker_that_hangs_and_does_not_answer_is_excluded(hanging: dict[str, ScriptedJob]) -> None:
     """Likewise."""
     joins_again(hanging["hangs, does not answer, and joins again"])

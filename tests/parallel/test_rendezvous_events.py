@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.rendezvous_events import EVENTS, EventfulJob, play
+from tests.parallel.rendezvous_events import EventfulJob, play
+from tests.parallel.rendezvous_scenarios import EVENTS
 
 pytest.importorskip("torch")
 
