@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_periodic.arguments import require_int, seconds_in_environment
+from hvd_periodic.comm.collective_tracker import CollectiveTracker
 from hvd_periodic.comm.handshake import Record
 from hvd_periodic.comm.local import LocalCommunicator
 
@@ -134,6 +135,10 @@ class AwaitedRanks(LocalCommunicator):
 
     description = "the ranks of a rendezvous"
     elastic = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = CollectiveTracker("", 0, [0])  # It keeps `timeout_seconds` until there are ranks.
 
     def rank_of(self, global_rank: int | None) -> int:
         """Return the rank as it is: the ranks are not known."""

@@ -5,7 +5,10 @@ clocks of their hosts. What is between torch and the store here:
 
 - signs every value with the secret of the job, and unpickles nothing but the classes of such a state;
 - counts signs of life in keys of their own, one per worker. A worker whose count does not change for long, by the clock
-  of who looks, counts as dead; and the value changes only if the workers do, however many there are;
+  of who looks, counts as dead; and the value changes only if the workers do, however many there are. One that leaves
+  puts a word in place of its count, and counts as dead at once;
+- lets workers into the next round only when those of the former one have come or are lost: torch completes a round at
+  the maximum, and new workers would take the places of those who hold the center;
 - remembers what the state says about this process and the others, for whoever waits for them.
 """
 
@@ -15,6 +18,8 @@ import copy
 import hashlib
 import hmac
 import io
+import json
+import math
 import pickle
 import threading
 import time
@@ -63,7 +68,16 @@ class View:
 
 
 _NEVER = datetime.min.replace(tzinfo=UTC)
-"""In place of the time of a sign of life, in the store."""
+"""In place of the time of a sign of life: in the store, and of a worker that has left."""
+
+_LATER = timedelta(days=1)
+"""From now to the end of a round that waits for workers: it is set again at every access, which may be late."""
+
+_LONGEST_GAP = 2.0
+"""Seconds between two accesses that count at most: where this process has not run, others may not have either."""
+
+_LEFT = b"left"
+"""In place of the count of a worker that has left."""
 
 
 class RendezvousState(C10dRendezvousBackend):
@@ -77,6 +91,11 @@ class RendezvousState(C10dRendezvousBackend):
         last_call: seconds that a round stays open once the minimum of workers is there, and nobody else is expected.
         lost_seconds: seconds without a sign of life after which a worker counts as lost.
         told: called with the view after every access.
+
+    Attributes:
+        view: what this process knows of the rendezvous.
+        patience: seconds for which a round stays open for workers of the former one that do not come although they give
+            signs of life: their main threads hang, or are in a long period.
     """
 
     def __init__(
@@ -89,13 +108,15 @@ class RendezvousState(C10dRendezvousBackend):
         lost_seconds: float,
         told: Callable[[View], None],
     ) -> None:
-        self.view = View(own)
+        self.view, self.patience = View(own), math.inf
         self._secret, self._own, self._told = secret, own, told
         self._last_call, self._lost = timedelta(seconds=last_call), timedelta(seconds=lost_seconds)
         self._former: tuple[int, frozenset[str]] = -1, frozenset()
-        self._beats = f"hvd_periodic.{job}.beats."
+        self._beats, self._members = f"hvd_periodic.{job}.beats.", f"hvd_periodic.{job}.members"
         self._seen: dict[str, tuple[Any, float]] = {}
         self._own_sign = _NEVER
+        self._left = self._kept_out = False
+        self._seconds, self._accessed = 0.0, time.monotonic()
         self._deadline: tuple[datetime | None, datetime | None] = None, None
         self._stored: dict[str, Any] = {}
         self._lock = threading.RLock()  # Signs of life come from another thread.
@@ -120,14 +141,22 @@ class RendezvousState(C10dRendezvousBackend):
             found = super().set_state(self.sign(data) + data, token)
             return found and (self._received(found[0]), *found[1:])
 
+    def leave(self) -> None:
+        """Give no sign of life from now on, and let the others count this process as dead."""
+        with self._lock:
+            self._left = True
+            self._call_store("set", self._beats + self._own, _LEFT)
+
     def sign(self, data: bytes) -> bytes:
         """Return the signature of some bytes."""
         return hmac.digest(self._secret, data, "sha256")
 
     def _prepare(self, state: Any) -> None:
-        """Count this process's sign of life, if the state has a new one; replace times as they are in the store."""
+        """Count this process's sign of life, if the state has a new one; replace what was changed for this process."""
+        if self._kept_out:
+            state.complete, state.round = False, self._stored["round"]
         sign = state.last_heartbeats.get(self._node(state), self._own_sign)
-        if sign != self._own_sign:
+        if sign != self._own_sign and not self._left:
             self._call_store("add", self._beats + self._own, 1)
             self._own_sign = sign
         state.last_heartbeats = dict.fromkeys(state.last_heartbeats, _NEVER)
@@ -145,13 +174,17 @@ class RendezvousState(C10dRendezvousBackend):
         self._look_at(state)
         signs = self._signs(state)
         state.last_heartbeats = {node: signs[node.addr] for node in state.last_heartbeats}
+        now, arrived = datetime.now(UTC), {node.addr for node in state.participants}
+        missing = () if state.complete else self._former[1] - arrived
+        expected = [worker for worker in missing if now - signs[worker] < self._lost]
         if state.deadline is not None:
-            there, now = state.deadline, datetime.now(UTC)
-            arrived = {node.addr for node in state.participants}
-            expected = [worker for worker in self._former[1] - arrived if now - signs[worker] < self._lost]
+            there = state.deadline
             first_seen = self._here("", there)
-            state.deadline = (now if expected or state.wait_list else first_seen) + self._last_call
+            awaited = (now - first_seen).total_seconds() < self.patience if expected else bool(state.wait_list)
+            state.deadline = now + _LATER if awaited else first_seen + self._last_call
             self._deadline = state.deadline, there
+        self._kept_out = bool(expected) and self._own not in self._former[1] | arrived
+        state.complete |= self._kept_out
         self._told(self.view)
         return pickle.dumps(state)
 
@@ -164,23 +197,44 @@ class RendezvousState(C10dRendezvousBackend):
 
     def _here(self, key: str, value: Any) -> datetime:
         """Return the time by this host's clock at which this process first saw the value of a key."""
-        now = time.monotonic()
+        now = self._now()
+        if value == _LEFT:
+            return _NEVER
         known, since = self._seen.get(key, (None, now))
         if known != value:
             self._seen[key] = value, now
             since = now
         return datetime.now(UTC) - timedelta(seconds=now - since)
 
+    def _now(self) -> float:
+        """Return for how many seconds this process has been looking at the state."""
+        now = time.monotonic()
+        self._seconds += min(now - self._accessed, _LONGEST_GAP)
+        self._accessed = now
+        return self._seconds
+
     def _node(self, state: Any) -> Any:
         """Return this process among the nodes of a state; None if it is none of them."""
         return next((node for node in state.last_heartbeats if node.addr == self._own), None)
 
+    def _remember_members(self, state: Any, current: frozenset[str]) -> None:
+        """Remember the workers of the latest complete round, also for processes that come when some have left it."""
+        latest = state.round if state.complete else state.round - 1
+        if self._former[0] >= latest:
+            return
+        number, members = -1, []
+        if self._call_store("check", [self._members]):
+            number, members = json.loads(self._call_store("get", self._members))
+        if number < latest and state.complete:
+            number, members = latest, sorted(current)
+            self._call_store("set", self._members, json.dumps([number, members]))
+        self._former = number, frozenset(members)
+
     def _look_at(self, state: Any) -> None:
-        """Update the view, and the workers of the latest complete round, which are expected in the next."""
+        """Update the view."""
         known = self.view
         current = frozenset(node.addr for node in state.participants)
-        if state.complete:
-            self._former = state.round, current | (self._former[1] if self._former[0] == state.round else frozenset())
+        self._remember_members(state, current)
         if state.complete and self._own in current and state.round != known.round:
             known = View(self._own, state.round, current)
         lost = state.round != known.round or not known.members <= current

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -42,7 +43,10 @@ _LAST_CALL = 2.0
 """Seconds that a round stays open once the minimum of workers is there, and nobody else is expected."""
 
 _BEATS = 10
-"""Signs of life within the seconds after which a worker counts as lost."""
+"""Signs of life, at least, within the seconds after which a worker counts as lost."""
+
+_LOOKS = 1.0
+"""Seconds, at most, between two signs of life: with each, a worker learns who is lost and who waits."""
 
 _IN_VAIN = 3
 """Rounds of the same workers that fail at the same place, after which it is an error of the program."""
@@ -73,7 +77,7 @@ class TorchRendezvous(ElasticJob):
         return None
 
     def run(self, function: Function, state: State, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of ``function(state, ...)``, called again in every round.
+        """Return the result of ``function(state, ...)``, called again in every round; leave the job if it fails.
 
         Raises:
             RuntimeError: the job is over; or it fails in the same way again and again.
@@ -81,6 +85,14 @@ class TorchRendezvous(ElasticJob):
         """
         set_up()
         self._connect(state)
+        try:
+            return self._in_rounds(function, state, args, kwargs)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _in_rounds(self, function: Function, state: State, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return the result of the function, called again in every round."""
         failures: list[tuple[Any, str]] = []
         returned = False
         while True:
@@ -121,8 +133,8 @@ class TorchRendezvous(ElasticJob):
         """Connect to the rendezvous, and check that this worker belongs to the job."""
         if self._handler is not None:
             raise JobOverError(
-                "A function under hvdp.elastic.run has returned in this process before, and its job is over: train in "
-                f"one function, or start the process again with another name of the job in {JOB}"
+                "A function under hvdp.elastic.run has ended in this process before, which takes part once: train in "
+                f"one function, or start the process again, if the job is over with another name in {JOB}"
             )
         settings = self._settings
         with self._explained():
@@ -135,6 +147,7 @@ class TorchRendezvous(ElasticJob):
                 mine, settings.job, secret, own, _LAST_CALL, settings.lost_seconds, self._end_waits
             )
             seconds = timedelta(seconds=settings.join_seconds)
+            interval = min(settings.lost_seconds / _BEATS, _LOOKS)
             self._handler = DynamicRendezvousHandler.from_backend(
                 settings.job,
                 groups,
@@ -143,8 +156,8 @@ class TorchRendezvous(ElasticJob):
                 settings.maximum,
                 own,
                 RendezvousTimeout(seconds, timedelta(seconds=_LAST_CALL), _CONNECTING, _CONNECTING),
-                settings.lost_seconds / _BEATS,  # type: ignore[arg-type]  # Seconds, of which it makes a timedelta.
-                _BEATS,
+                interval,  # type: ignore[arg-type]  # Seconds, of which it makes a timedelta.
+                round(settings.lost_seconds / interval),
             )
         logger.warning(
             "Worker %d of job %r waits at %s:%d for at least %d",
@@ -179,6 +192,8 @@ class TorchRendezvous(ElasticJob):
 
     def _next_round(self) -> None:
         """Leave the round, and take part in the next; note whether there were others without this process."""
+        if self._state is not None:
+            self._state.patience = max((each.timeout for each in trackers() if each.timeout), default=math.inf)
         close_world()
         with self._explained(), _without_server():
             before = self._view.round
@@ -197,11 +212,23 @@ class TorchRendezvous(ElasticJob):
             if wait is not None and wait.raises and wait.error is None:
                 wait.error = RanksLostError("A worker gives no sign of life, or has left the others after a loss")
 
+    def _leave(self) -> None:
+        """Tell the others at once that this process takes part no longer, which may live on; local."""
+        self._over = True
+        self._handler._stop_heartbeats()
+        if self._state is not None:
+            with suppress(RendezvousConnectionError):
+                self._state.leave()
+        close_world()
+
     def _close(self) -> None:
-        """Mark the job as over: nobody can join it any more."""
+        """Mark the job as over: nobody can join it any more. End the thread that gives signs of life.
+
+        If Python ended it while it waits for the store, in C++, the process would abort.
+        """
         self._over = True
         with suppress(RendezvousConnectionError):
-            self._handler.set_closed()
+            self._handler.shutdown()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -55,10 +55,10 @@ def at_collective(communicator: Any, number: int, moment: str) -> None:
         setattr(communicator, name, partialmethod(partial(counted, name)))
 
 
-def begin(rank: int, size: int, step: int) -> None:
+def begin(rank: int, size: int, step: int, **more: Any) -> None:
     """Tell that this process begins a stretch of training."""
     with (FOLDER / "begun").open("a") as file:
-        file.write(json.dumps({"pid": os.getpid(), "rank": rank, "size": size, "step": step}) + "\n")
+        file.write(json.dumps({"pid": os.getpid(), "rank": rank, "size": size, "step": step} | more) + "\n")
 
 
 def end(rank: int, **found: Any) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests import compression_oracle
+
 SIZE, STEPS, PERIOD, INNER_PERIOD, RATE, MOMENTUM = 4, 24, 4, 2, 0.1, 0.5
 
 
@@ -241,13 +243,30 @@ KERAS = {
 
 @dataclass
 class Worker:
-    """One process; ``mean`` is what batch normalization moves, ``inner`` the center of its host, with its momentum."""
+    """One process.
+
+    Attributes:
+        x: its replica.
+        velocity: its momentum.
+        accumulated: gradients since its last exchange.
+        mean: what batch normalization moves.
+        inner: the center of its host, with its momentum.
+        unsent: what 8 bits have not sent.
+        snapshot: where it was when the exchange in flight began; NaN where none is in flight.
+    """
 
     x: np.ndarray
     velocity: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
     accumulated: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
     mean: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
     inner: Sequence[np.ndarray] = ()
+    unsent: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
+    snapshot: np.ndarray = field(default_factory=lambda: np.full(SIZE, np.nan))
+
+    def land(self, center: np.ndarray) -> None:
+        """Take the exchange that is in flight: where the center has come to, and the steps since."""
+        self.x = np.where(np.isnan(self.snapshot), self.x, center + self.x - self.snapshot)
+        self.snapshot = np.full(SIZE, np.nan)
 
 
 def target(rank: int, step: int) -> list[float]:
@@ -261,6 +280,10 @@ def expected(
     gives_velocity: bool = False,
     inner: str = "",
     slots: int | None = 1,
+    overlap: int = 0,
+    fragments: int = 1,
+    int8: bool = False,
+    steps: int = STEPS,
 ) -> tuple[np.ndarray, dict[int, Worker]]:
     """Return center and workers, by the equations and one after the other.
 
@@ -271,10 +294,15 @@ def expected(
         gives_velocity: those start with the momentum of the first that was there.
         inner: algorithm of exchanges inside of hosts. The center of a host is that of the first worker that was there.
         slots: ranks of each host; None: those exchanges are of all ranks.
+        overlap: steps for which an exchange is in flight.
+        fragments: parts of equal size, which are exchanged in turn.
+        int8: messages are in 8 bits, in one hop.
+        steps: in all.
     """
     center, momentum = np.zeros(SIZE), np.zeros(SIZE)
     workers: dict[int, Worker] = {}
-    ends = [*(step for step, _ in stretches[1:]), STEPS]
+    ends = [*(step for step, _ in stretches[1:]), steps]
+    due = 0
     for (begin, processes), end in zip(stretches, ends, strict=True):
         before, workers = workers, {process: workers.get(process) or Worker(center.copy()) for process in processes}
         for process in workers.keys() - before.keys() if before else ():
@@ -301,34 +329,78 @@ def expected(
                 moved, mean = exchanged(inner, *host[0].inner, host), sum(worker.mean for worker in host) / len(host)
                 for worker in host:
                     worker.inner, worker.mean = moved, mean
-            if (step + 1) % PERIOD == 0:
-                center, momentum = exchanged(algorithm, center, momentum, list(workers.values()))
+            part = exchanged_at(step + 1, fragments)
+            for worker in workers.values() if part is not None or step + 1 == due else ():
+                worker.land(center)
+            if part is not None:
+                everyone = list(workers.values())
+                center, momentum = exchanged(algorithm, center, momentum, everyone, part, overlap > 0, int8)
+                due = step + 1 + overlap
                 mean = sum(worker.mean for worker in workers.values()) / len(workers)
                 for worker in workers.values():
                     worker.mean = mean
+    for worker in workers.values():
+        worker.land(center)
+    for number in range(1, fragments):  # The last exchange is of those that were exchanged before.
+        part = exchanged_at(number * PERIOD // fragments, fragments)
+        assert part is not None
+        center, momentum = exchanged(algorithm, center, momentum, list(workers.values()), part, int8=int8)
     return center, workers
 
 
+def exchanged_at(step: int, fragments: int) -> slice | None:
+    """Return the part that is exchanged after a step, if one is."""
+    number, rest = divmod(step % PERIOD, PERIOD // fragments)
+    size = SIZE // fragments
+    return None if rest else slice((number - 1) % fragments * size, (number - 1) % fragments * size + size)
+
+
 def exchanged(
-    algorithm: str, center: np.ndarray, momentum: np.ndarray, workers: Sequence[Worker]
+    algorithm: str,
+    center: np.ndarray,
+    momentum: np.ndarray,
+    workers: Sequence[Worker],
+    part: slice = slice(0, SIZE),
+    in_flight: bool = False,
+    int8: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the new center and its momentum; change the workers."""
-    n = len(workers)
+    """Return the new center and its momentum; change the workers, unless it is in flight to them."""
+    n, old, velocity = len(workers), center[part], momentum[part]
     if algorithm == "easgd":
-        rate, old = min(0.9 / n, 1 / (n + 1)), center
-        center = old + rate * sum(worker.x - old for worker in workers)
+        rate = min(0.9 / n, 1 / (n + 1))
+        new = old + rate * sum(worker.x[part] - old for worker in workers)
         for worker in workers:
-            worker.x = worker.x - rate * (worker.x - old)
-        return center, momentum
-    if algorithm == "averaging":
-        center = sum(worker.x for worker in workers) / n
+            worker.x = replaced(worker.x, part, worker.x[part] - rate * (worker.x[part] - old))
+    elif algorithm == "averaging":
+        new = sum(worker.x[part] for worker in workers) / n
     elif algorithm == "agn":
-        momentum = MOMENTUM * momentum + sum(worker.accumulated for worker in workers) / PERIOD
-        center = center - RATE * momentum
+        velocity = MOMENTUM * velocity + sum(worker.accumulated[part] for worker in workers) / PERIOD
+        new = old - RATE * velocity
     elif algorithm == "diloco":
-        g = center - sum(worker.x for worker in workers) / n
-        momentum = 0.9 * momentum + g
-        center = center - 0.7 * (g + 0.9 * momentum)
-    for worker in workers:
-        worker.x, worker.accumulated = center.copy(), np.zeros(SIZE)
-    return center, momentum
+        g = -sum(sent(worker, worker.x[part] - old, part, int8) for worker in workers) / n
+        velocity = 0.9 * velocity + g
+        new = old - 0.7 * (g + 0.9 * velocity)
+    for worker in workers if algorithm != "easgd" else ():
+        worker.accumulated = replaced(worker.accumulated, part, 0)
+        if in_flight:
+            worker.snapshot = replaced(worker.snapshot, part, worker.x[part])
+        else:
+            worker.x = replaced(worker.x, part, new)
+    return replaced(center, part, new), replaced(momentum, part, velocity)
+
+
+def replaced(values: np.ndarray, part: slice, new: np.ndarray | float) -> np.ndarray:
+    """Return a copy with a part replaced."""
+    found = values.copy()
+    found[part] = new
+    return found
+
+
+def sent(worker: Worker, message: np.ndarray, part: slice, int8: bool) -> np.ndarray:
+    """Return what others get of a message; keep what 8 bits do not send."""
+    if not int8:
+        return message
+    message = message + worker.unsent[part]
+    decoded = np.array(compression_oracle.int8(message.tolist()))
+    worker.unsent = replaced(worker.unsent, part, message - decoded)
+    return decoded

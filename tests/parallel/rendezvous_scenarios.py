@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FIXED = [1.0, -2.0, 0.5, 3.0]
+"""Where ranks descend to that descend to one point."""
 
 
 @dataclass(frozen=True)
@@ -13,11 +20,20 @@ class Scenario:
         algorithm: of its exchanges.
         center: where it lives.
         workers: at the start.
-        what: happens to the last rank, once: ``kill`` or ``stop``.
+        what: happens to the last rank, once: ``kill`` or ``stop``; ``raise``: an error of the user's, after which the
+            process lives on; ``hang``, outside of the library; ``mute``: likewise, and nothing answers for it.
+            ``events``: whatever ``rendezvous_events.py`` does to any worker.
         step: local steps before it.
         wait_step: local steps before which ranks wait until another worker waits to take part.
-        wait_size: their number.
+        wait_size: their number, below which nobody trains.
+        again: whether another worker takes part in the end, or the same one again.
         steps: local steps in all.
+        overlap: steps for which exchanges are in flight.
+        fragments: parts that are exchanged in turn.
+        int8: whether messages are in 8 bits.
+        timeout: seconds for which ranks wait for each other.
+        lost: seconds without a sign of life after which a worker is lost.
+        fixed: whether all ranks descend to one point in all steps.
     """
 
     algorithm: str
@@ -27,11 +43,48 @@ class Scenario:
     step: int = 9
     wait_step: int = 13
     wait_size: int = 2
+    again: bool = True
     steps: int = 24
+    overlap: int = 0
+    fragments: int = 1
+    int8: bool = False
+    timeout: float | None = None
+    lost: float = 30.0
+    fixed: bool = False
 
 
 SCENARIOS = {
     "killed, and another joins": Scenario("easgd", "sharded"),
     "killed, on the root": Scenario("diloco", "root"),
-    "stopped, and joins again": Scenario("agn", "replicated", what="stop"),
+    "killed, with fragments of 8 bits in flight": Scenario("diloco", fragments=2, overlap=2, int8=True),
+    "stopped, and joins again": Scenario("agn", what="stop"),
+    "raises an error, and lives on": Scenario("agn", "sharded", what="raise", again=False, lost=10_000),
 }
+
+HANGING = {
+    "hangs, and is ended": Scenario("easgd", "root", what="hang", again=False, timeout=25.0),
+    "hangs, does not answer, and joins again": Scenario("agn", "sharded", what="mute", timeout=25.0),
+}
+
+EVENTS = {
+    "easgd, replicated, in flight": Scenario("easgd", overlap=2, what="events", lost=5),
+    "diloco, replicated, in flight": Scenario("diloco", overlap=2, what="events", lost=5),
+    "diloco, sharded": Scenario("diloco", "sharded", what="events", lost=5),
+    "agn, root": Scenario("agn", "root", what="events", lost=5),
+    "easgd, sharded": Scenario("easgd", "sharded", what="events", lost=5),
+    "agn, 8 bits": Scenario("agn", int8=True, fixed=True, what="events", lost=5),
+    "diloco, 8 bits, in flight": Scenario("diloco", int8=True, overlap=2, what="events", lost=5),
+}
+"""Jobs to which random events happen."""
+
+
+def replace_file(file: Path, value: Any) -> None:
+    """Write a value, so that readers find the value before or this one."""
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    new.write_text(json.dumps(value))
+    new.replace(file)
+
+
+def read_file(file: Path) -> Any:
+    """Return the value in a file."""
+    return json.loads(file.read_text())

@@ -88,7 +88,7 @@ def test_a_job_that_is_over(port: int) -> None:
     first._close()
     with pytest.raises(RuntimeError, match=r"Job 'over' at .* is over"):
         join(settings(port, "over"))
-    with pytest.raises(RuntimeError, match="has returned in this process before"):
+    with pytest.raises(RuntimeError, match="has ended in this process before, which takes part once"):
         first.run(lambda state: None, Worker())
 
 
@@ -209,9 +209,9 @@ def test_only_a_state_is_run() -> None:
 ONE, OTHER = _NodeDesc("one", 1, 0), _NodeDesc("other", 1, 0)
 
 
-def state_of(port: int, job: str, own: str, secret: bytes = b"") -> RendezvousState:
+def state_of(port: int, job: str, own: str, secret: bytes = b"", lost: float = 1.0) -> RendezvousState:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    return RendezvousState(store, job, secret, own, 2.0, 1.0, lambda view: None)
+    return RendezvousState(store, job, secret, own, 2.0, lost, lambda view: None)
 
 
 def written(change: Callable[[Any], None]) -> bytes:
@@ -300,6 +300,75 @@ def test_a_round_stays_open_for_workers_of_the_former_one(port: int) -> None:
     second = read(one).deadline
     time.sleep(0.1)
     assert read(one).deadline < second + timedelta(seconds=0.09)
+
+
+def test_a_round_stays_open_only_so_long_for_workers_that_do_not_come(port: int) -> None:
+    """They give signs of life, and do not come: their main threads hang."""
+    one, other = (state_of(port, "hung", name, lost=1e6) for name in ("one", "other"))
+    one.patience = 0.5
+
+    def complete(state: Any) -> None:
+        state.complete, state.participants = True, {ONE: 0, OTHER: 1}
+        state.last_heartbeats = {OTHER: datetime.now(UTC)}
+
+    def next_round(state: Any) -> None:
+        state.round, state.participants, state.deadline = 1, {ONE: 0}, datetime.now(UTC)
+
+    _, token, _ = set_of(other, written(complete))
+    assert read(one).complete
+    set_of(one, written(next_round), token)
+    deadline = read(one).deadline
+    time.sleep(0.05)
+    while (found := read(one).deadline) - deadline > timedelta(seconds=0.01):
+        time.sleep(0.05)
+        deadline = found
+
+
+def test_new_workers_do_not_take_the_places_of_those_before(port: int) -> None:
+    """Until these have come or are lost, a new worker sees a round in which there is no place, and waits."""
+    one, other = (state_of(port, "places", name, lost=1e6) for name in ("one", "other"))
+
+    def complete(state: Any) -> None:
+        state.complete, state.participants = True, {ONE: 0, OTHER: 1}
+
+    def next_round(state: Any) -> None:
+        state.round, state.participants = 1, {ONE: 0}
+
+    def waits(state: Any) -> None:
+        next_round(state)
+        state.complete = True  # As it has seen.
+        state.wait_list = {_NodeDesc("new", 1, 0)}
+
+    _, token, _ = set_of(one, written(complete))
+    set_of(one, written(next_round), token)
+    new = state_of(port, "places", "new", lost=1e6)
+    found = new.get_state()
+    assert found is not None
+    assert pickle.loads(found[0]).complete
+    assert set_of(new, written(waits), found[1])[2]
+    assert not read(one).complete
+    assert not read(other).complete
+    other.leave()
+    assert not read(new).complete
+
+
+def test_a_worker_that_leaves_is_lost_at_once(port: int) -> None:
+    """Although its process lives on, and a thread of torch's would give signs of life."""
+    one, other = (state_of(port, "leaving", name) for name in ("one", "other"))
+
+    def beat(state: Any) -> None:
+        state.complete, state.participants = True, {ONE: 0, OTHER: 1}
+        state.last_heartbeats = {OTHER: datetime.now(UTC)}
+
+    set_of(other, written(beat))
+    before = datetime.now(UTC) - timedelta(days=1)
+    assert read(one).last_heartbeats[OTHER] > before
+    other.leave()
+    assert read(one).last_heartbeats[OTHER] < before
+    found = other.get_state()
+    assert found is not None
+    set_of(other, written(beat), found[1])
+    assert read(one).last_heartbeats[OTHER] < before
 
 
 def test_a_state_that_others_have_signed_or_that_names_other_classes(port: int) -> None:

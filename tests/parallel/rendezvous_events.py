@@ -1,0 +1,176 @@
+"""Random events that happen to the workers of elastic jobs over torch.distributed: killed, stopped, ended, started."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from tests.conftest import PATIENCE
+from tests.parallel.elastic_scenarios import expected
+from tests.parallel.rendezvous_job import Job, numbered, rendezvous
+from tests.parallel.rendezvous_scenarios import FIXED, read_file, replace_file
+
+LEAST, MOST = 2, 5
+"""Numbers of workers between which events keep a job."""
+
+AHEAD, LAST = 40, 400
+"""Steps that workers may take beyond those that are known, and at least take after all events."""
+
+SIGNALS = {"kill": signal.SIGKILL, "end": signal.SIGTERM, "stop": signal.SIGSTOP}
+
+SECONDS = 60
+"""Within which the workers go on after an event."""
+
+
+class EventfulJob(Job):
+    """A job to whose workers events happen.
+
+    Args:
+        name: of the scenario.
+        folder: for its files.
+        address: of the rendezvous.
+        seed: decides on events, and as far as possible on their moments.
+    """
+
+    def __init__(self, name: str, folder: Path, address: str, seed: int) -> None:
+        super().__init__(name, folder, address, MOST)
+        self._random = random.Random(f"{name} {seed}")
+        self._lost: set[int] = set()
+        self._asleep: dict[int, float] = {}
+        self.happened: list[str] = []
+        replace_file(folder / "fence", (AHEAD, False))
+
+    def play(self, events: int) -> Iterator[None]:
+        """Let events happen, then train to the end; yields wherever it waits."""
+        for _ in range(3):
+            self.start()
+        yield from self._settled()
+        while len(self.happened) < events:
+            yield from self._pause(self._random.uniform(0, 2))
+            active = len(self.processes) - len(self._lost | self._asleep.keys())
+            kinds = [*SIGNALS] * (active > LEAST) + ["start"] * 2 * (active < MOST)
+            what = self._random.choice(kinds)
+            if what == "start":
+                self.start()
+                self._note(f"start {len(self.processes) - 1}")
+            else:
+                yield from self._lose(what)
+        while self._asleep:
+            yield from self._pause(0.1)
+        yield from self._settled()
+        step = read_file(self.folder / "progress")
+        replace_file(self.folder / "fence", (step + LAST, True))
+        while any(process.poll() is None for process in self.processes):
+            yield
+
+    def _lose(self, what: str) -> Iterator[None]:
+        """Kill, end or stop a worker. A second loss before the others have gone on may only be one too many."""
+        if self.scenario.center != "replicated" or self._random.random() < 0.5:
+            yield from self._settled(joined=False)
+            yield from self._pause(self._random.uniform(0, 1))
+        active, trained = self._active(), self._trained()
+        if len(trained) < LEAST:
+            return
+        number = self._random.choice(sorted(active))
+        os.kill(active[number], SIGNALS[what])
+        self._note(f"{what} {number}")
+        if what == "stop":
+            self._asleep[number] = time.monotonic() + self.scenario.lost + self._random.uniform(1, 3)
+        else:
+            self._lost.add(number)
+
+    def _note(self, what: str) -> None:
+        self.happened.append(f"{time.strftime('%X')} {what}")
+
+    def _active(self) -> dict[int, int]:
+        """Return the processes of the workers that are neither stopped nor lost, by number, once they have begun."""
+        files = {number: self.folder / f"here.{number}" for number in range(len(self.processes))}
+        known = {number: file.read_text() for number, file in files.items() if file.exists()}
+        gone = self._lost | self._asleep.keys()
+        return {number: int(text) for number, text in known.items() if text and number not in gone}
+
+    def _trained(self) -> set[int]:
+        """Return the active processes in the newest stretch of training."""
+        stretches = self.stretches()
+        return set() if not stretches else set(self._active().values()) & {process for process, _ in stretches[-1][1]}
+
+    def _settled(self, joined: bool = True) -> Iterator[None]:
+        """Wait until no worker of the newest stretch is lost, and, if asked, all that are there take part."""
+        deadline = time.monotonic() + PATIENCE * SECONDS
+        while True:
+            stretches, active = self.stretches(), self._active()
+            last = {process for process, _ in stretches[-1][1]} if stretches else set()
+            everyone = len(active) == len(self.processes) - len(self._lost | self._asleep.keys())
+            if last and last <= set(active.values()) and (not joined or (everyone and last == set(active.values()))):
+                return
+            assert time.monotonic() < deadline, f"The workers have not gone on: {self.happened}\n{self.output()}"
+            yield from self._pause(0.1)
+
+    def _pause(self, seconds: float) -> Iterator[None]:
+        """Wait; meanwhile, let the workers train, and wake those that have been stopped for long."""
+        until = time.monotonic() + seconds
+        while True:
+            if (self.folder / "progress").exists():
+                replace_file(self.folder / "fence", (read_file(self.folder / "progress") + AHEAD, False))
+            for number in [number for number, when in self._asleep.items() if when <= time.monotonic()]:
+                del self._asleep[number]
+                os.kill(self._active()[number], signal.SIGCONT)
+                self._note(f"wake {number}")
+            if time.monotonic() >= until:
+                return
+            yield
+
+    def check(self) -> None:
+        """Compare what the workers have in the end with the equations, or with the optimum."""
+        about = f"{self.happened}\n{self.output()}"
+        stretches, scenario = self.stretches(), self.scenario
+        last = [worker for worker, _ in stretches[-1][1]]
+        ends = [self.end(rank) for rank in range(len(last))]
+        assert [end["pid"] for end in ends] == last, about
+        codes = [process.poll() for number, process in enumerate(self.processes) if number not in self._lost]
+        assert codes == [0] * len(last), about
+        for end in ends:
+            assert end["center"] == ends[0]["center"], about
+        if scenario.fixed:
+            np.testing.assert_allclose(ends[0]["center"], FIXED, rtol=0, atol=1e-3, err_msg=about)
+            return
+        center, workers = expected(
+            scenario.algorithm,
+            numbered(stretches),
+            overlap=scenario.overlap,
+            int8=scenario.int8,
+            steps=ends[0]["steps"],
+        )
+        tolerance = 1e-5 if scenario.int8 else 1e-9
+        for end, worker in zip(ends, workers.values(), strict=True):
+            np.testing.assert_allclose(end["center"], center, rtol=0, atol=tolerance, err_msg=about)
+            np.testing.assert_allclose(end["x"], worker.x, rtol=0, atol=tolerance, err_msg=about)
+
+
+def play(folders: Mapping[str, Path], events: int, seed: int) -> dict[str, EventfulJob]:
+    """Run jobs at the same time, with events in each; return them, ended.
+
+    Raises:
+        AssertionError: the workers of one have not gone on.
+    """
+    with rendezvous() as address:
+        jobs = {name: EventfulJob(name, folder, address, seed) for name, folder in folders.items()}
+        plays = {name: job.play(events) for name, job in jobs.items()}
+        deadline = time.monotonic() + PATIENCE * (SECONDS + 20 * events)
+        try:
+            while plays:
+                for name, running in list(plays.items()):
+                    if next(running, True) is True:
+                        del plays[name]
+                assert time.monotonic() < deadline, "\n".join(jobs[name].output() for name in plays)
+                time.sleep(0.02)
+            return jobs
+        finally:
+            for job in jobs.values():
+                job.stop()

@@ -1,0 +1,119 @@
+"""The processes of an elastic job over torch.distributed in the tests, and what has to come of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import PATIENCE
+from tests.parallel.launch import ROOT, environment, python
+from tests.parallel.rendezvous_scenarios import EVENTS, HANGING, SCENARIOS
+
+
+class Job:
+    """The processes of a scenario.
+
+    Args:
+        name: of the scenario.
+        folder: for its files.
+        rendezvous: host and port.
+        most: number of workers at most.
+    """
+
+    def __init__(self, name: str, folder: Path, rendezvous: str, most: int | None = None) -> None:
+        self.name, self.folder, self._rendezvous = name, folder, rendezvous
+        self.scenario = (SCENARIOS | HANGING | EVENTS)[name]
+        self._most = most or self.scenario.workers
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Start one more worker."""
+        number = len(self.processes)
+        settings = {
+            "HVD_PERIODIC_RENDEZVOUS": self._rendezvous,
+            "HVD_PERIODIC_JOB": self.name,
+            "HVD_PERIODIC_RANKS": f"{self.scenario.wait_size}:{self._most}",
+            "HVD_PERIODIC_LOST_SECONDS": f"{self.scenario.lost}",
+            "HVD_PERIODIC_JOIN_SECONDS": f"{60 * PATIENCE}",
+        }
+        program = ["-m", "tests.parallel.rendezvous_program", self.name, str(self.folder), str(number)]
+        with (self.folder / f"output.{number}").open("wb") as output:
+            process = subprocess.Popen(
+                [*python("torch alone"), *program],
+                env=environment() | settings,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.processes.append(process)
+
+    def output(self) -> str:
+        """Return what the workers have printed."""
+        files = sorted(self.folder.glob("output.*"))
+        return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files)
+
+    def stop(self) -> None:
+        """End all processes that are left."""
+        for number, process in enumerate(self.processes):
+            file = self.folder / f"here.{number}"
+            if process.poll() is None and file.exists():
+                with suppress(ProcessLookupError):
+                    os.kill(int(file.read_text()), signal.SIGKILL)
+            process.kill()
+            process.wait()
+
+    def end(self, rank: int) -> dict[str, Any]:
+        """Return what a rank had in the end."""
+        found: dict[str, Any] = json.loads((self.folder / f"end.{rank}.json").read_text())
+        return found
+
+    def stretches(self) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Return the step at which each stretch of training began, and who took part, in the order of ranks.
+
+        A worker is a process, and how often it has joined as a new one. A stretch that not all ranks have begun had no
+        exchange.
+        """
+        file = self.folder / "begun"
+        lines = [json.loads(line) for line in (file.read_text() if file.exists() else "").splitlines()]
+        lines.sort(key=lambda line: (line["round"], line["rank"]))
+        found = []
+        for _, group in groupby(lines, key=lambda line: line["round"]):
+            stretch = list(group)
+            assert len({(line["step"], line["size"]) for line in stretch}) == 1, stretch
+            if len(stretch) == stretch[0]["size"]:
+                found.append((stretch[0]["step"], [(line["pid"], line["forgotten"]) for line in stretch]))
+        return found
+
+
+@contextmanager
+def rendezvous() -> Iterator[str]:
+    """Run a rendezvous inside the ``with`` block; return its host and port."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "hvd_periodic", "rendezvous", "--port", "0"],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdout is not None
+    try:
+        yield f"127.0.0.1:{server.stdout.readline().strip().rpartition(':')[2]}"
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
+def numbered(stretches: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> list[tuple[int, list[int]]]:
+    """Return stretches with one number for every worker."""
+    numbers: dict[tuple[int, int], int] = {}
+    return [(step, [numbers.setdefault(worker, len(numbers)) for worker in workers]) for step, workers in stretches]
