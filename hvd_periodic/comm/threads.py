@@ -218,8 +218,8 @@ class _ThreadMessages(Messages):
 class _Group:
     """A place where ``size`` threads meet to exchange values; the last to arrive wakes the others.
 
-    This takes a quarter of the time of two passes of a ``threading.Barrier``, whose threads also wait for each other to
-    leave.
+    This takes a half to a quarter of the time of two passes of a ``threading.Barrier``, whose threads also wait for
+    each other to leave.
 
     Attributes:
         over: all threads have ended.
@@ -259,8 +259,9 @@ class _Group:
             meeting[rank] = call, value
             self._waiting.append(woken)
             if len(meeting) == self.size:
-                self._meeting = {}
-                self._wake()
+                for each in self._waiting:
+                    each.release()
+                self._meeting, self._waiting = {}, []
         if not woken.acquire(timeout=self._timeout_seconds) and len(meeting) < self.size:
             self.abort()
         if len(meeting) < self.size:
@@ -274,12 +275,9 @@ class _Group:
         """End this meeting and all later ones with an error on every rank."""
         with self._lock:
             self.broken = True
-            self._wake()
-
-    def _wake(self) -> None:
-        for waiting in self._waiting:
-            waiting.release()
-        self._waiting.clear()
+            for each in self._waiting:
+                each.release()
+            self._waiting = []
 
 
 def run(size: int, function: Callable[[ThreadCommunicator], T], timeout_seconds: float = 60.0) -> list[T]:

@@ -578,7 +578,7 @@ class ReplicaSynchronizer(Generic[V]):
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Check that a state can be loaded; change nothing.
 
-        In asynchronous training, the state of an outer optimizer is checked when training starts from it.
+        In asynchronous training, the state of an outer optimizer is not compared with the optimizer.
 
         Raises:
             ValueError, RuntimeError: as :meth:`load_state_dict`.
