@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -60,6 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if core and item.get_closest_marker("thorough") is None:
             item.add_marker("core")
             item.fixturenames.insert(0, "without_frameworks")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the modules that tests have imported, over a million objects, out of all garbage collections."""
+    gc.collect()
+    gc.freeze()
 
 
 class Everywhere:

@@ -209,43 +209,75 @@ class _ThreadMessages(Messages):
 
     def abort(self) -> None:
         """End the collectives of all threads with an error."""
-        self._group.barrier.abort()
+        self._group.abort()
 
     def close(self) -> None:
         """Do nothing: the memory is freed with the last reference."""
 
 
 class _Group:
-    """The barrier at which ``size`` threads exchange values.
+    """A place where ``size`` threads meet to exchange values; the last to arrive wakes the others.
+
+    This takes a half to a quarter of the time of two passes of a ``threading.Barrier``, whose threads also wait for
+    each other to leave.
 
     Attributes:
         over: all threads have ended.
+        broken: a thread has failed, or has waited too long: nobody meets any more.
         at_end: functions that release what the threads have opened, called once all have ended.
     """
 
     over = False
+    broken = False
 
     def __init__(self, size: int, timeout_seconds: float) -> None:
         self.size = size
         self.at_end: list[Callable[[], object]] = []
-        self.barrier = threading.Barrier(size, timeout=timeout_seconds)
-        self._calls: list[Any] = [None] * size
-        self._values: list[Any] = [None] * size
+        self._timeout_seconds = timeout_seconds
+        self._lock = threading.Lock()
+        self._meeting: dict[int, tuple[tuple[object, ...], Any]] = {}
+        self._waiting: list[threading.Lock] = []
 
     @property
     def alive(self) -> bool:
         """Whether all threads run, and none has failed."""
-        return not (self.over or self.barrier.broken)
+        return not (self.over or self.broken)
 
     def exchange(self, rank: int, call: tuple[object, ...], value: Any) -> list[Any]:
-        """Return the values that all ranks passed to the same call."""
-        self._calls[rank], self._values[rank] = call, value
-        self.barrier.wait()
-        calls, values = list(self._calls), list(self._values)
-        self.barrier.wait()
-        if any(other != calls[0] for other in calls):
-            raise RuntimeError(f"Ranks met in different collectives, by rank: {calls}")
-        return values
+        """Return the values that all ranks passed to the same call.
+
+        Raises:
+            BrokenBarrierError: another rank has failed, or ranks have waited longer than ``timeout_seconds``.
+            RuntimeError: ranks met in different calls.
+        """
+        woken = threading.Lock()
+        woken.acquire()
+        with self._lock:
+            if self.broken:
+                raise threading.BrokenBarrierError
+            meeting = self._meeting
+            meeting[rank] = call, value
+            self._waiting.append(woken)
+            if len(meeting) == self.size:
+                for each in self._waiting:
+                    each.release()
+                self._meeting, self._waiting = {}, []
+        if not woken.acquire(timeout=self._timeout_seconds) and len(meeting) < self.size:
+            self.abort()
+        if len(meeting) < self.size:
+            raise threading.BrokenBarrierError
+        met = [meeting[each] for each in range(self.size)]
+        if any(other != call for other, _ in met):
+            raise RuntimeError(f"Ranks met in different collectives, by rank: {[other for other, _ in met]}")
+        return [each for _, each in met]
+
+    def abort(self) -> None:
+        """End this meeting and all later ones with an error on every rank."""
+        with self._lock:
+            self.broken = True
+            for each in self._waiting:
+                each.release()
+            self._waiting = []
 
 
 def run(size: int, function: Callable[[ThreadCommunicator], T], timeout_seconds: float = 60.0) -> list[T]:
@@ -277,7 +309,7 @@ def run(size: int, function: Callable[[ThreadCommunicator], T], timeout_seconds:
             broken.append(error)
         except BaseException as error:
             errors.append(error)
-            group.barrier.abort()
+            group.abort()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:

@@ -11,6 +11,7 @@ import numpy as np
 from hvd_periodic.numpy.complex_numbers import as_real
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
 from hvd_periodic.outer.elementwise import require_elementwise
+from hvd_periodic.outer.framework import misfit
 from hvd_periodic.outer.per_fragment import CloneableOptimizer
 from hvd_periodic.outer.stretches import Entries, Form, Stretch, shape
 from hvd_periodic.vectors.layout import Layout
@@ -86,6 +87,21 @@ class ArrayOuterOptimizer(CloneableOptimizer):
     def state(self) -> Any:
         """Return a copy of the attributes."""
         return copy.deepcopy(vars(self._optimizer))
+
+    def check(self, state: Any) -> None:
+        """Check that a state has all attributes, and arrays of the shapes that they have at first or after a step.
+
+        Raises:
+            ValueError: an attribute is missing, or its arrays have other shapes.
+        """
+        trial = copy.deepcopy(self._optimizer)
+        trial.step(*([np.ones_like(center) for center in self._views[0]] for _ in range(2)))
+        for key, value in vars(self._optimizer).items():
+            if not isinstance(state, Mapping) or key not in state:
+                raise misfit(self.name, f"it has no {key!r}")
+            found, *expected = (_shapes(each) for each in (state[key], vars(trial)[key], value))
+            if found not in (*expected, _shapes(getattr(self._source, key, None))):
+                raise misfit(self.name, f"{key!r} has arrays of shapes {found}, and {expected[0]} here")
 
     def load(self, state: Any) -> None:
         """Set the attributes from a copy of the state."""
@@ -214,6 +230,13 @@ def _restrict(optimizer: ArrayOptimizer, share: Layout, whole: Layout) -> None:
 def _settings(optimizer: ArrayOptimizer) -> dict[str, Any]:
     """Return the attributes that are numbers or strings."""
     return {key: value for key, value in vars(optimizer).items() if isinstance(value, (int, float, str))}
+
+
+def _shapes(value: Any) -> list[tuple[int, ...] | None] | None:
+    """Return the shapes of an array or of the values in a list; None for other values."""
+    if isinstance(value, np.ndarray):
+        return [value.shape]
+    return [getattr(each, "shape", None) for each in value] if isinstance(value, list) else None
 
 
 def _arrays(optimizer: ArrayOptimizer) -> list[Array]:

@@ -57,6 +57,14 @@ class OuterOptimizer(Hyperparameters, Protocol):
         """Return a copy of the optimizer's state."""
         return None
 
+    def check(self, state: Any) -> None:
+        """Check that :meth:`load` can restore a state; change nothing.
+
+        Raises:
+            ValueError: something is missing, or has another shape; see :func:`misfit`.
+        """
+        return
+
     def load(self, state: Any) -> None:
         """Restore the state that :meth:`state` returned."""
         return
@@ -84,6 +92,14 @@ class OuterOptimizer(Hyperparameters, Protocol):
     def push(self, arrays: Sequence[np.ndarray]) -> None:
         """Copy the state into these arrays."""
         return
+
+
+def misfit(name: str, reason: str) -> ValueError:
+    """Return the error of a saved state that an outer optimizer, of this class, cannot restore."""
+    return ValueError(
+        f"The saved state of the center optimizer does not fit {name}: {reason}. Load a state that the same optimizer "
+        "has saved around the same model, or start from the saved center"
+    )
 
 
 class NoOuterOptimizer(OuterOptimizer):

@@ -70,12 +70,26 @@ class PerFragmentOptimizer(OuterOptimizer):
         """Return the states, by fragment."""
         return {"fragments": [part.state() for part in self.parts]}
 
+    def check(self, state: Any) -> None:
+        """Check the states of all fragments.
+
+        Raises:
+            ValueError: the state was saved with another number of fragments, or does not fit an optimizer.
+        """
+        for part, of_part in zip(self.parts, self._states(state), strict=True):
+            part.check(of_part)
+
     def load(self, state: Any) -> None:
         """Restore the states that :meth:`state` returned.
 
         Raises:
             ValueError: the state was saved with another number of fragments.
         """
+        for part, of_part in zip(self.parts, self._states(state), strict=True):
+            part.load(of_part)
+
+    def _states(self, state: Any) -> list[Any]:
+        """Return the states by fragment."""
         states = state.get("fragments") if isinstance(state, dict) else None
         if states is None or len(states) != len(self.parts):
             found = 1 if states is None else len(states)
@@ -83,8 +97,7 @@ class PerFragmentOptimizer(OuterOptimizer):
                 f"The state of the center optimizer was saved with fragments={found}, and this one has "
                 f"{len(self.parts)}: load it with the same number, or start from the saved center"
             )
-        for part, of_part in zip(self.parts, states, strict=True):
-            part.load(of_part)
+        return list(states)
 
 
 @dataclass

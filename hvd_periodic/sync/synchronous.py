@@ -249,9 +249,11 @@ class Synchronous(Exchanger[V]):
         return self.placement.gather(membership.communicator, state, f"{membership.name}.state")
 
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
-        """Check also that this rank finds its part of the center's optimizer."""
+        """Check also this rank's part of the state of the center's optimizer."""
         super().check_load(state, begun)
-        self.placement.select(state["center_optimizer"])
+        own = self.placement.select(state["center_optimizer"])
+        if own is not None:
+            self._outer.check(own)
 
     def load(self, state: dict[str, Any]) -> None:
         """Load the state of the center's optimizer, or this rank's part."""

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.outer.elementwise import require_elementwise
+from hvd_periodic.outer.framework import misfit
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer, StoreFragment
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer, is_scheduled, rate_of_now
 from hvd_periodic.tensorflow.host import several_threads
@@ -148,6 +149,19 @@ class VariableOuterOptimizer(FollowsRate):
     def state(self) -> Any:
         """Return copies of the variables."""
         return self._moved.state()
+
+    def check(self, state: Any) -> None:
+        """Check the number of variables, and their shapes.
+
+        Raises:
+            ValueError: the state has more or fewer variables, or one of another shape.
+        """
+        here, there = ([np.shape(value) for value in values] for values in (self._moved.state(), state))
+        if len(here) != len(there):
+            raise misfit(self.name, f"it has {len(there)} variables, and {len(here)} here")
+        for i, (own, saved) in enumerate(zip(here, there, strict=True)):
+            if own != saved:
+                raise misfit(self.name, f"variable {i} has shape {saved}, and {own} here")
 
     def load(self, state: Any) -> None:
         """Assign the variables."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from hvd_periodic.arguments import outer_name
 from hvd_periodic.outer.elementwise import require_elementwise
+from hvd_periodic.outer.framework import misfit
 from hvd_periodic.outer.per_fragment import CloneableOptimizer
 from hvd_periodic.torch.copies import OwnState, copied, deep_copy, in_train_mode, own_state, settings_in
 from hvd_periodic.torch.modes import Modes
@@ -186,6 +187,51 @@ class TorchOuterOptimizer(CloneableOptimizer):
         self._follow()
         state = self._optimizer.state_dict()
         return state if lends() else copy.deepcopy(state)
+
+    def check(self, state: Any) -> None:
+        """Check the parameter groups of a state dict, and the tensors of each parameter that has any state.
+
+        Raises:
+            ValueError: a group has another number of tensors; or a tensor is missing, or has another shape.
+        """
+        if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+            raise misfit(self.name, "it is not a state dict with 'state' and 'param_groups'")
+        groups = [list(group["params"]) for group in state["param_groups"]]
+        there, here = (
+            [len(each) for each in of] for of in (groups, [g["params"] for g in self.optimizer.param_groups])
+        )
+        if there != here:
+            raise misfit(self.name, f"its parameter groups have {there} tensors, and {here} here")
+        for number, expected in zip((number for group in groups for number in group), self._stepped(), strict=True):
+            saved = state["state"].get(number) or {}
+            for key, shape in expected.items() if saved else ():
+                if key not in saved:
+                    raise misfit(self.name, f"it has no {key!r} of tensor {number}")
+                found = getattr(saved[key], "shape", shape)
+                if found != shape:
+                    raise misfit(
+                        self.name, f"{key!r} of tensor {number} has shape {tuple(found)}, and {tuple(shape)} here"
+                    )
+
+    def _stepped(self) -> list[dict[str, torch.Size]]:
+        """Return the shapes of the tensors that each parameter has in the state after a step.
+
+        The step is one of tensors without memory; an optimizer that cannot take it may have any state.
+        """
+        groups = [
+            {"params": [torch.empty_like(center, device="meta") for center in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
+        tensors: list[torch.Tensor] = [tensor for group in groups for tensor in group["params"]]
+        for tensor in tensors:
+            tensor.grad = torch.empty_like(tensor)
+        try:
+            trial = in_train_mode(self._construct(groups, self._own))
+            trial.step()
+        except Exception:
+            return [{} for _ in tensors]
+        entries = [trial.state.get(tensor, {}) for tensor in tensors]
+        return [{key: v.shape for key, v in each.items() if isinstance(v, torch.Tensor)} for each in entries]
 
     def load(self, state: Any) -> None:
         """Load a state dict; a template other than the local optimizer also gets its hyper-parameters back."""

@@ -139,7 +139,7 @@ def _abort_after(communicator: Communicator, work: Callable[[Communicator], None
     try:
         work(communicator)
     except BaseException:
-        communicator._group.barrier.abort()  # type: ignore[attr-defined]
+        communicator._group.abort()  # type: ignore[attr-defined]
         raise
 
 

@@ -234,6 +234,57 @@ def test_broadcast_gives_the_values_of_the_root() -> None:
     assert run_ranks(2, work) == [[[2.5, 5.0], [2.0, 4.0]]] * 2
 
 
+def forgotten(outer: dict[str, Any]) -> None:
+    del outer["velocities"]
+
+
+def one_short(outer: dict[str, Any]) -> None:
+    outer["velocities"].pop()
+
+
+def reshaped(outer: dict[str, Any]) -> None:
+    outer["velocities"][0] = np.zeros(17)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (forgotten, "does not fit SGD: it has no 'velocities'"),
+        (one_short, "does not fit SGD: 'velocities' has arrays of shapes"),
+        (reshaped, r"does not fit SGD: 'velocities' has arrays of shapes \[\(17,\)"),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"center": "sharded"}, {"center": "root"}, {"fragments": 2}], ids=str)
+def test_a_damaged_state_of_an_outer_optimizer_is_refused(damage: Any, message: str, options: dict[str, Any]) -> None:
+    """Before anything is loaded; the undamaged state is accepted, from before an exchange and from after it."""
+
+    def work(communicator: Communicator) -> None:
+        arrays = {"a": np.zeros(6), "b": np.zeros(6)}
+        optimizer = PeriodicOptimizer(
+            SGD(0.5), arrays, AGN(), 2, outer_optimizer=SGD(0.25, 0.5), process_set=communicator, **options
+        )
+        synchronizer = optimizer.synchronizer
+        for _ in range(3):
+            synchronizer.load_state_dict(synchronizer.state_dict())
+            optimizer.step([np.full(6, communicator.rank + 1.0) for _ in arrays])
+        state = synchronizer.state_dict()
+        damaged = copy.deepcopy(state)
+        outer = damaged["center_optimizer"]
+        for key in ("sharded", "fragments"):
+            if key in outer:
+                outer = outer[key][communicator.rank]
+        damage(outer)
+        if options.get("center") == "root" and communicator.rank > 0:
+            synchronizer.load_state_dict(damaged)  # The root alone has the optimizer.
+        else:
+            before = pickle.dumps(synchronizer.exchanged.center_optimizer.state())
+            with pytest.raises(ValueError, match=message):
+                synchronizer.load_state_dict(damaged)
+            assert pickle.dumps(synchronizer.exchanged.center_optimizer.state()) == before
+
+    run_ranks(2, work)
+
+
 class InterruptError(Exception):
     """Raised inside a center block."""
 

@@ -476,6 +476,28 @@ def test_the_state_after_an_exchange_fits_a_new_optimizer() -> None:
     assert other.synchronizer.counters == optimizer.synchronizer.counters
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda state: state.pop(), "it has 3 variables, and 4 here"),
+        (lambda state: state.append(np.zeros(1)), "it has 5 variables, and 4 here"),
+        (lambda state: state.__setitem__(3, np.zeros(5)), r"variable 3 has shape \(5,\), and \(1,\) here"),
+    ],
+)
+def test_a_damaged_state_of_the_center_optimizer_is_refused(damage: Any, message: str) -> None:
+    w, optimizer = parameter([0.0]), agn(keras.optimizers.Adam(0.1), period=2)
+    optimizer.build([w])
+    for _ in range(3):
+        optimizer.apply([tf.ones(1)])
+    synchronizer = optimizer.synchronizer
+    state = synchronizer.state_dict()
+    damage(state["center_optimizer"])
+    steps = synchronizer.local_steps
+    with pytest.raises(ValueError, match=f"does not fit Adam: {message}"):
+        synchronizer.load_state_dict(state)
+    assert synchronizer.local_steps == steps
+
+
 def test_a_write_that_broke_off_leaves_nothing_behind() -> None:
     """A variable over several buckets, of which the first only was written when an exchange failed."""
     variable = tf.Variable(np.zeros(7))
@@ -612,6 +634,9 @@ def test_exchanges_in_a_graph_leave_nothing_in_memory() -> None:
         gc.collect()
         return sys.getallocatedblocks()
 
-    counts = [blocks(100) for _ in range(8)]
-    # What else the process keeps comes once; what exchanges keep, every time.
-    assert min(after - before for before, after in pairwise(counts)) < 100
+    # A collection takes seconds if it looks at all that earlier tests have left.
+    gc.collect()
+    gc.freeze()
+    # What else the process keeps comes once, and ends soon; what exchanges keep, every time.
+    counts = map(blocks, [100] * 8)
+    assert any(after - before < 100 for before, after in pairwise(counts))

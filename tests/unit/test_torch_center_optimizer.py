@@ -118,6 +118,60 @@ def test_capturable_is_for_gpus(common: dict[str, Any]) -> None:
     assert run(2, lambda c: work(c, True)) == run(2, lambda c: work(c, False))
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda state: state["state"][0].pop("exp_avg_sq"), "it has no 'exp_avg_sq' of tensor 0"),
+        (lambda state: state["state"][1].update(exp_avg=torch.zeros(5)), r"tensor 1 has shape \(5,\), and \(2,\) here"),
+        (
+            lambda state: state["param_groups"][0]["params"].pop(),
+            r"parameter groups have \[1\] tensors, and \[2\] here",
+        ),
+        (lambda state: state.pop("state"), "it is not a state dict with 'state' and 'param_groups'"),
+    ],
+)
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_damaged_state_is_refused_before_anything_is_loaded(damage: Any, message: str, fragments: int) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
+    if fragments == 2:  # Each has one more parameter, so that both have two.
+        parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (3, 2, 3, 2)]
+    local = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    optimizer = hvdp.AGNOptimizer(
+        local,
+        [(f"w{i}", parameter) for i, parameter in enumerate(parameters)],
+        2,
+        outer_optimizer=torch.optim.Adam(parameters, lr=0.1),
+        process_set=LocalCommunicator(),
+        **({"fragments": 2} if fragments == 2 else {}),
+    )
+    for _ in range(4):
+        optimizer.load_state_dict(optimizer.state_dict())
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    damaged = copy.deepcopy(optimizer.state_dict())
+    damaged["param_groups"][0]["lr"] = 7.0
+    outer = damaged["hvd_periodic"]["center_optimizer"]
+    damage(outer["fragments"][0] if fragments == 2 else outer)
+    with pytest.raises(ValueError, match=f"does not fit Adam: .*{message}"):
+        optimizer.load_state_dict(damaged)
+    assert local.param_groups[0]["lr"] == 0.1
+
+
+def test_the_state_of_an_optimizer_that_needs_values_to_step_is_not_compared() -> None:
+    class Nervous(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            assert all(bool((p.grad == p.grad).all()) for group in self.param_groups for p in group["params"])
+            return super().step(closure)
+
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    outer = Nervous([parameter], lr=0.1, momentum=0.9)
+    local = torch.optim.SGD([parameter], lr=0.1)
+    optimizer = hvdp.AGNOptimizer(local, [("w", parameter)], 1, outer_optimizer=outer, process_set=LocalCommunicator())
+    one_worker(optimizer, parameter, 2, 2)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 @pytest.mark.parametrize("made", [torch.optim.SGD, torch.optim.RMSprop])
 def test_momentum_that_a_scheduler_brings_is_shared_by_asynchronous_workers(made: Any) -> None:
     """OneCycleLR sets momentum on an optimizer that was wrapped without; one worker, as if it were synchronous."""
