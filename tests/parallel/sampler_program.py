@@ -23,18 +23,17 @@ from tests.parallel.elastic_events import FOLDER, die, once
 
 WORKERS, EXAMPLES, EPOCHS, BATCH, PERIOD = 3, 49, 4, 2, 4
 DIES, WAITS = 9, 13
-"""Local steps before which the last of three workers dies, and the two that are left wait for another."""
+"""Local steps from which on the last of three workers dies, a step after an exchange, and two wait for another."""
 
 
 def happen(step: int, state: Any) -> None:
     """Let happen to this process what is to happen before a step."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    if step == DIES and size == WORKERS and rank == size - 1 and once("victim"):
+    if step >= DIES and step % PERIOD == 1 and size == WORKERS and rank == size - 1 and once("victim"):
         (FOLDER / "victim").write_text(str(os.getpid()))
         die()
     happened = (FOLDER / "victim").exists()
-    late = step == DIES - 2 and size < WORKERS and not happened  # One comes after the first exchange.
-    if late or (step == WAITS and size < WORKERS and happened):
+    if size < WORKERS and step >= (WAITS if happened else DIES - 2):  # At first, too, one may come late.
         if happened:
             (FOLDER / "another").touch()
         while not state.job._state.view.waiting:

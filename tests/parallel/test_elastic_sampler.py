@@ -68,7 +68,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             time.sleep(0.1)
         codes = [process.poll() for process in processes]
         outputs = "\n".join(file.read_text() for file in sorted(found.glob("output.*")))
-        assert sorted(codes, key=str) == [-9, 0, 0, 0], outputs
+        assert len(codes) == WORKERS + 1, outputs
+        assert codes.count(-9) == 1, outputs
+        if codes.count(0) < WORKERS:  # A worker that got no time for long was given up, and came again too late.
+            assert "is over: for another job" in outputs, outputs
     finally:
         for process in [server, *processes]:
             process.kill()
@@ -101,8 +104,10 @@ def test_every_example_counts_exactly_once(folder: Path) -> None:
 def test_what_the_killed_worker_had_exchanged_is_kept_and_the_rest_is_repeated(folder: Path) -> None:
     victim, seen = int((folder / "victim").read_text()), read(folder, "seen")
     of_victim = [line for line in seen if line["pid"] == victim]
-    assert {line["step"] for line in of_victim if not counts(folder, line)} == {8}
-    repeated = {(line["epoch"], example) for line in of_victim if line["step"] == 8 for example in line["examples"]}
+    last = of_victim[-1]
+    assert not counts(folder, last)
+    repeated = {(last["epoch"], example) for example in last["examples"]}
+    assert any(counts(folder, line) for line in of_victim)
     again = {(line["epoch"], example) for line in seen if line["pid"] != victim for example in line["examples"]}
     assert repeated <= again
-    assert len({line["pid"] for line in seen}) == WORKERS + 1
+    assert len({line["pid"] for line in seen}) == WORKERS + 1, "Another has joined"
