@@ -19,7 +19,6 @@ import hashlib
 import hmac
 import io
 import json
-import math
 import pickle
 import threading
 import time
@@ -94,8 +93,6 @@ class RendezvousState(C10dRendezvousBackend):
 
     Attributes:
         view: what this process knows of the rendezvous.
-        patience: seconds for which a round stays open for workers of the former one that do not come although they give
-            signs of life: their main threads hang, or are in a long period.
     """
 
     def __init__(
@@ -108,7 +105,7 @@ class RendezvousState(C10dRendezvousBackend):
         lost_seconds: float,
         told: Callable[[View], None],
     ) -> None:
-        self.view, self.patience = View(own), math.inf
+        self.view = View(own)
         self._secret, self._own, self._told = secret, own, told
         self._last_call, self._lost = timedelta(seconds=last_call), timedelta(seconds=lost_seconds)
         self._former: tuple[int, frozenset[str]] = -1, frozenset()
@@ -180,8 +177,7 @@ class RendezvousState(C10dRendezvousBackend):
         if state.deadline is not None:
             there = state.deadline
             first_seen = self._here("", there)
-            awaited = (now - first_seen).total_seconds() < self.patience if expected else bool(state.wait_list)
-            state.deadline = now + _LATER if awaited else first_seen + self._last_call
+            state.deadline = now + _LATER if expected or state.wait_list else first_seen + self._last_call
             self._deadline = state.deadline, there
         self._kept_out = bool(expected) and self._own not in self._former[1] | arrived
         state.complete |= self._kept_out

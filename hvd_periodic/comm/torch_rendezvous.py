@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import math
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -192,8 +191,6 @@ class TorchRendezvous(ElasticJob):
 
     def _next_round(self) -> None:
         """Leave the round, and take part in the next; note whether there were others without this process."""
-        if self._state is not None:
-            self._state.patience = max((each.timeout for each in trackers() if each.timeout), default=math.inf)
         close_world()
         with self._explained(), _without_server():
             before = self._view.round

@@ -53,8 +53,8 @@ class EventfulJob(Job):
         yield from self._settled()
         while len(self.happened) < events:
             yield from self._pause(self._random.uniform(0, 2))
-            active = len(self.processes) - len(self._lost | self._asleep.keys())
-            kinds = [*SIGNALS] * (active > LEAST) + ["start"] * 2 * (active < MOST)
+            active = len(self.processes) - len(self._lost)
+            kinds = [*SIGNALS] * (len(self._active()) > LEAST) + ["start"] * 2 * (active < MOST)
             what = self._random.choice(kinds)
             if what == "start":
                 self.start()

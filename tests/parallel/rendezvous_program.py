@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 import hvd_periodic.torch as hvdp
-from hvd_periodic.comm import stall_monitor
 from tests.parallel.elastic_events import FOLDER, begin, die, end, once
 from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, SIZE, target
 from tests.parallel.rendezvous_scenarios import EVENTS, FIXED, HANGING, SCENARIOS, Scenario, read_file, replace_file
@@ -85,9 +84,6 @@ def befall(what: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "raise":
         raise UserError
-    elif what == "mute":
-        assert stall_monitor._monitor is not None
-        stall_monitor._monitor.close()
     wait_for_the_others()
 
 

@@ -21,7 +21,7 @@ class Scenario:
         center: where it lives.
         workers: at the start.
         what: happens to the last rank, once: ``kill`` or ``stop``; ``raise``: an error of the user's, after which the
-            process lives on; ``hang``, outside of the library; ``mute``: likewise, and nothing answers for it.
+            process lives on; ``hang``, outside of the library;
             ``events``: whatever ``rendezvous_events.py`` does to any worker.
         step: local steps before it.
         wait_step: local steps before which ranks wait until another worker waits to take part.
@@ -63,7 +63,6 @@ SCENARIOS = {
 
 HANGING = {
     "hangs, and is ended": Scenario("easgd", "root", what="hang", again=False, timeout=25.0),
-    "hangs, does not answer, and joins again": Scenario("agn", "sharded", what="mute", timeout=25.0),
 }
 
 EVENTS = {
@@ -73,7 +72,6 @@ EVENTS = {
     "agn, root": Scenario("agn", "root", what="events", lost=5),
     "easgd, sharded": Scenario("easgd", "sharded", what="events", lost=5),
     "agn, 8 bits": Scenario("agn", int8=True, fixed=True, what="events", lost=5),
-    "diloco, 8 bits, in flight": Scenario("diloco", int8=True, overlap=2, what="events", lost=5),
 }
 """Jobs to which random events happen."""
 

@@ -77,7 +77,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scri
     yield from run(HANGING, tmp_path_factory)
 
 
-ENDS = {"kill": [-9], "hang": [1], "raise": [0], "stop": [], "mute": []}
+ENDS = {"kill": [-9], "hang": [1], "raise": [0], "stop": []}
 """Exit codes of processes besides those that train to the end."""
 
 
@@ -139,9 +139,3 @@ def test_a_worker_leaves_with_an_error(jobs: dict[str, ScriptedJob]) -> None:
 def test_a_worker_that_hangs_is_ended(hanging: dict[str, ScriptedJob]) -> None:
     """After ``timeout_seconds``, although it gives signs of life."""
     go_on_without(hanging["hangs, and is ended"])
-
-
-@pytest.mark.thorough
-def test_a_worker_that_hangs_and_does_not_answer_is_excluded(hanging: dict[str, ScriptedJob]) -> None:
-    """Likewise."""
-    joins_again(hanging["hangs, does not answer, and joins again"])

@@ -302,28 +302,6 @@ def test_a_round_stays_open_for_workers_of_the_former_one(port: int) -> None:
     assert read(one).deadline < second + timedelta(seconds=0.09)
 
 
-def test_a_round_stays_open_only_so_long_for_workers_that_do_not_come(port: int) -> None:
-    """They give signs of life, and do not come: their main threads hang."""
-    one, other = (state_of(port, "hung", name, lost=1e6) for name in ("one", "other"))
-    one.patience = 0.5
-
-    def complete(state: Any) -> None:
-        state.complete, state.participants = True, {ONE: 0, OTHER: 1}
-        state.last_heartbeats = {OTHER: datetime.now(UTC)}
-
-    def next_round(state: Any) -> None:
-        state.round, state.participants, state.deadline = 1, {ONE: 0}, datetime.now(UTC)
-
-    _, token, _ = set_of(other, written(complete))
-    assert read(one).complete
-    set_of(one, written(next_round), token)
-    deadline = read(one).deadline
-    time.sleep(0.05)
-    while (found := read(one).deadline) - deadline > timedelta(seconds=0.01):
-        time.sleep(0.05)
-        deadline = found
-
-
 def test_new_workers_do_not_take_the_places_of_those_before(port: int) -> None:
     """Until these have come or are lost, a new worker sees a round in which there is no place, and waits."""
     one, other = (state_of(port, "places", name, lost=1e6) for name in ("one", "other"))
