@@ -13,11 +13,12 @@ from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.threads import run
 from hvd_periodic.numpy import SGD, ArrayOptimizer, NumpyReplica, PeriodicOptimizer
 from hvd_periodic.numpy.outer import ArrayOuterOptimizer
+from tests.conftest import PATIENCE
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 
-TIMEOUT_SECONDS = 30.0
+TIMEOUT_SECONDS = 30.0 * PATIENCE
 """How long a rank waits for the others in one collective before the test fails instead of hanging."""
 
 
