@@ -9,6 +9,7 @@ clocks of their hosts. What is between torch and the store here:
   puts a word in place of its count, and counts as dead at once;
 - lets workers into the next round only when those of the former one have come or are lost: torch completes a round at
   the maximum, and new workers would take the places of those who hold the center;
+- moves workers that wait for a full round to torch's list of spare ones, who call for no round before a place is free;
 - remembers what the state says about this process and the others, for whoever waits for them.
 """
 
@@ -89,6 +90,7 @@ class RendezvousState(C10dRendezvousBackend):
         own: how the state names this process.
         last_call: seconds that a round stays open once the minimum of workers is there, and nobody else is expected.
         lost_seconds: seconds without a sign of life after which a worker counts as lost.
+        maximum: number of workers above which others wait.
         told: called with the view after every access.
 
     Attributes:
@@ -103,11 +105,13 @@ class RendezvousState(C10dRendezvousBackend):
         own: str,
         last_call: float,
         lost_seconds: float,
+        maximum: int,
         told: Callable[[View], None],
     ) -> None:
         self.view = View(own)
         self._secret, self._own, self._told = secret, own, told
         self._last_call, self._lost = timedelta(seconds=last_call), timedelta(seconds=lost_seconds)
+        self._maximum = maximum
         self._former: tuple[int, frozenset[str]] = -1, frozenset()
         self._beats, self._members = f"hvd_periodic.{job}.beats.", f"hvd_periodic.{job}.members"
         self._seen: dict[str, tuple[Any, float]] = {}
@@ -168,9 +172,13 @@ class RendezvousState(C10dRendezvousBackend):
             raise OtherSecretError
         state = _StateUnpickler(io.BytesIO(data)).load()
         self._stored = copy.deepcopy(vars(state))
+        if state.complete and len(state.participants) >= self._maximum:
+            state.redundancy_list |= state.wait_list
+            state.wait_list = set()
         self._look_at(state)
         signs = self._signs(state)
         state.last_heartbeats = {node: signs[node.addr] for node in state.last_heartbeats}
+        self._own_sign = state.last_heartbeats.get(self._node(state), _NEVER)
         now, arrived = datetime.now(UTC), {node.addr for node in state.participants}
         missing = () if state.complete else self._former[1] - arrived
         expected = [worker for worker in missing if now - signs[worker] < self._lost]
@@ -189,7 +197,8 @@ class RendezvousState(C10dRendezvousBackend):
         workers = sorted({node.addr for node in state.last_heartbeats} | self._former[1])
         counts = self._call_store("multi_get", [self._beats + worker for worker in workers]) if workers else []
         signs = {worker: self._here(worker, count) for worker, count in zip(workers, counts, strict=True)}
-        return signs | {self._own: self._own_sign}
+        # Where this process has not run for long, torch would take it for dead itself, and give no sign of life again.
+        return signs | {self._own: max(signs.get(self._own, _NEVER), datetime.now(UTC) - self._lost / 2)}
 
     def _here(self, key: str, value: Any) -> datetime:
         """Return the time by this host's clock at which this process first saw the value of a key."""

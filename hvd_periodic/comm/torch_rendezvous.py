@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousGracefulExitError,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -143,7 +144,7 @@ class TorchRendezvous(ElasticJob):
             secret = settings.secret.encode()
             self._check_fingerprint(mine, state, secret)
             self._state = RendezvousState(
-                mine, settings.job, secret, own, _LAST_CALL, settings.lost_seconds, self._end_waits
+                mine, settings.job, secret, own, _LAST_CALL, settings.lost_seconds, settings.maximum, self._end_waits
             )
             seconds = timedelta(seconds=settings.join_seconds)
             interval = min(settings.lost_seconds / _BEATS, _LOOKS)
@@ -245,7 +246,7 @@ class TorchRendezvous(ElasticJob):
                 f"{settings.join_seconds:g} s, or they have not exchanged since: start more, or lower "
                 f"the minimum, `min_ranks` of the State or {RANKS}"
             ) from None
-        except RendezvousClosedError:
+        except (RendezvousClosedError, RendezvousGracefulExitError):
             raise JobOverError(
                 f"Job {settings.job!r} at {place} is over: for another job, start the rendezvous again, or set another "
                 f"name in {JOB}"

@@ -24,8 +24,9 @@ class ElasticSampler(Sampler[int]):
 
     With N examples left and k ranks, rank r takes those numbered r, r + k, r + 2k, … in the order of the epoch. No
     example is repeated to make shares equal, so that they differ by up to one example: ranks may take different numbers
-    of batches, and be in different epochs at an exchange. A state that is loaded is in the earliest of these: begin at
-    :attr:`epoch`, as below. A rank may get no example in the rest of an epoch.
+    of batches, and be in different epochs at an exchange, so that commits must be those of exchanges. A state that is
+    loaded is in the earliest of these epochs: begin at :attr:`epoch`, as below. A rank may get no example in the rest
+    of an epoch.
 
     Example::
 

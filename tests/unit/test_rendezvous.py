@@ -209,9 +209,11 @@ def test_only_a_state_is_run() -> None:
 ONE, OTHER = _NodeDesc("one", 1, 0), _NodeDesc("other", 1, 0)
 
 
-def state_of(port: int, job: str, own: str, secret: bytes = b"", lost: float = 1.0) -> RendezvousState:
+def state_of(
+    port: int, job: str, own: str, secret: bytes = b"", lost: float = 1.0, maximum: int = 9
+) -> RendezvousState:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    return RendezvousState(store, job, secret, own, 2.0, lost, lambda view: None)
+    return RendezvousState(store, job, secret, own, 2.0, lost, maximum, lambda view: None)
 
 
 def written(change: Callable[[Any], None]) -> bytes:
@@ -255,7 +257,6 @@ def test_the_clock_of_another_host_does_not_matter(port: int, hours: int) -> Non
     time.sleep(0.05)
     assert age() >= timedelta(seconds=0.05)
     assert set_of(one, pickle.dumps(read(one)), token)[1:] == (token, True)
-    assert read(other).last_heartbeats[OTHER] == there
     before = age()
     assert set_of(other, written(lambda state: beat(state, there + timedelta(seconds=1))), token)[1] == token
     assert age() < before
@@ -281,7 +282,7 @@ def test_who_is_lost_and_who_waits(port: int) -> None:
 
 def test_a_round_stays_open_for_workers_of_the_former_one(port: int) -> None:
     """Until one that does not come has given no sign of life for long."""
-    one, other = (state_of(port, "open", name) for name in ("one", "other"))
+    one, other = (state_of(port, "open", name, lost=1e6) for name in ("one", "other"))
 
     def complete(state: Any) -> None:
         state.complete, state.participants = True, {ONE: 0, OTHER: 1}
@@ -293,13 +294,39 @@ def test_a_round_stays_open_for_workers_of_the_former_one(port: int) -> None:
     _, token, _ = set_of(other, written(complete))
     assert read(one).complete
     set_of(one, written(next_round), token)
-    first = read(one).deadline
-    time.sleep(0.1)
-    assert read(one).deadline > first + timedelta(seconds=0.09)
-    time.sleep(1.1)
-    second = read(one).deadline
-    time.sleep(0.1)
-    assert read(one).deadline < second + timedelta(seconds=0.09)
+    assert read(one).deadline > datetime.now(UTC) + timedelta(hours=1)
+    other.leave()
+    assert read(one).deadline < datetime.now(UTC) + timedelta(hours=1)
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_is_set_ends_no_signs_of_life(port: int, hours: int) -> None:
+    """Torch would take the process itself for dead, or the next sign for not due."""
+    one = state_of(port, f"set {hours}", "one", lost=60.0)
+
+    def beat(state: Any) -> None:
+        state.participants, state.last_heartbeats = {ONE: 0}, {ONE: datetime.now(UTC) + timedelta(hours=hours)}
+
+    set_of(one, written(beat))
+    assert timedelta(0) <= datetime.now(UTC) - read(one).last_heartbeats[ONE] < timedelta(seconds=60)
+
+
+def test_a_worker_without_a_place_calls_for_no_round(port: int) -> None:
+    one, _ = (state_of(port, "spare", name, maximum=2) for name in ("one", "other"))
+    new = _NodeDesc("new", 1, 0)
+
+    def full(state: Any) -> None:
+        state.complete, state.participants, state.wait_list = True, {ONE: 0, OTHER: 1}, {new}
+
+    def one_place_free(state: Any) -> None:
+        full(state)
+        del state.participants[OTHER]
+
+    _, token, _ = set_of(one, written(full))
+    assert not one.view.waiting
+    assert (read(one).wait_list, read(one).redundancy_list) == (set(), {new})
+    set_of(one, written(one_place_free), token)
+    assert one.view.waiting
 
 
 def test_new_workers_do_not_take_the_places_of_those_before(port: int) -> None:
