@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.torch.center import copied
@@ -218,14 +219,19 @@ class PeriodicStrategy(ParallelStrategy):
 
     def _thaw(self, states: dict[str, Any]) -> None:
         """Add the parameter groups that finetuning callbacks had added when their states were saved; collective."""
-        named = dict(self.lightning_module.named_parameters())
+        named, thawed = dict(self.lightning_module.named_parameters()), set[torch.nn.Parameter]()
         finetuning = _finetuning(self.lightning_module.trainer)
         for callback in finetuning:
             saved = states.get(callback.state_key, {}).get("internal_optimizer_metadata", {})
             for place, groups in saved.items():
                 for group in groups[len(self.optimizers[place].param_groups) :]:
-                    thawed = [named[name].requires_grad_() for name in group["params"]]
-                    self.optimizers[place].add_param_group({**group, "params": thawed})
+                    added = [named[name].requires_grad_() for name in group["params"]]
+                    self.optimizers[place].add_param_group({**group, "params": added})
+                    thawed.update(added)
+        # freeze(train_bn=False) has also stopped the running statistics.
+        for module in self.lightning_module.modules():
+            if isinstance(module, _BatchNorm) and not thawed.isdisjoint(module.parameters(recurse=False)):
+                module.track_running_stats = True
         if finetuning:
             Centers(self.optimizers).adopt(self.communicator)
 
