@@ -263,8 +263,8 @@ class PeriodicCallback(Callback):
 
     Raises:
         TypeError: an optimizer of another package.
-        ValueError: a trainer with another strategy than :class:`PeriodicStrategy`, or a callback that replaces
-            parameters; on every rank.
+        ValueError: a trainer with another strategy than :class:`PeriodicStrategy`, a callback that replaces
+            parameters, or a ``BaseFinetuning`` callback where ``adopt()`` is not available; on every rank.
     """
 
     def __init__(self, log_every: int = 1) -> None:
@@ -293,8 +293,9 @@ class PeriodicCallback(Callback):
                 metric.dist_sync_fn, metric.distributed_available_fn = strategy.gather, lambda: strategy.is_distributed
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the optimizers."""
+        """Find the optimizers; refuse those that could not adopt what callbacks will thaw."""
         self._centers = Centers(trainer.optimizers)
+        _refuse_finetuning(trainer, self._centers)
 
         def log(values: Values, step: int) -> None:
             for place in trainer.loggers:
@@ -386,6 +387,17 @@ def _refuse_callbacks(trainer: Trainer, module: LightningModule) -> None:
                 "use EMAWeightAveraging, which averages statistics, too. "
                 f"Received: callbacks=[{name}(), ...]"
             )
+
+
+def _refuse_finetuning(trainer: Trainer, centers: Centers) -> None:
+    """Refuse callbacks that thaw parameters if an optimizer cannot adopt them."""
+    refused = next(filter(None, (synchronizer.adoption_refusal() for synchronizer in centers.synchronizers)), None)
+    for callback in _finetuning(trainer) if refused else ():
+        name = type(callback).__name__
+        raise ValueError(
+            f"{name} thaws or adds parameters during training, but adopt() is not available {refused}: omit it, and "
+            f"freeze parameters before Trainer.fit(). Received: callbacks=[{name}(), ...]"
+        )
 
 
 class _Ranks(ClusterEnvironment):
