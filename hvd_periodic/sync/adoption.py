@@ -67,9 +67,9 @@ def adopt(synchronizer: Any, successor: Callable[[], Successor[V]]) -> None:
             "adopt() is not available in elastic jobs, whose commits hold the parameters of the start, and where ranks "
             "that join make these: finalize(), save the model, and start another job that trains the new set"
         )
-    refusal = _refusal(synchronizer)
-    if refusal is not None:
-        raise RuntimeError(f"adopt() is not available {refusal}: finalize(), then make a new optimizer")
+    refused = refusal(synchronizer) or ("before a synchronous warmup ends" if synchronizer.warmup.active else None)
+    if refused is not None:
+        raise RuntimeError(f"adopt() is not available {refused}: finalize(), then make a new optimizer")
     with _without(synchronizer.handshake, synchronizer.replica.changes):
         _exchange_last(synchronizer)
     state = synchronizer.checkpoint.save()
@@ -85,15 +85,14 @@ def adopt(synchronizer: Any, successor: Callable[[], Successor[V]]) -> None:
     _carry_over(synchronizer, new, before, state)
 
 
-def _refusal(synchronizer: Any) -> str | None:
-    """Return the kind of training that cannot adopt, the same on all ranks; or None."""
+def refusal(synchronizer: Any) -> str | None:
+    """Return the kind of training that can never adopt, the same on all ranks; or None."""
     membership, exchanger = synchronizer.membership, synchronizer.exchanger
     refused = {
         "with a quorum": exchanger.context.quorum is not None,
         "with asynchronous=True": not exchanger.steps_agree,
         "where ranks exchange in groups of their own": membership.is_lockstep_group,
         "where gradients are averaged": membership.in_groups or membership.group is not None,
-        "before a synchronous warmup ends": synchronizer.warmup.active,
     }
     return next((where for where, here in refused.items() if here), None)
 

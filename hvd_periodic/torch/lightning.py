@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.torch.center import copied
@@ -218,14 +219,19 @@ class PeriodicStrategy(ParallelStrategy):
 
     def _thaw(self, states: dict[str, Any]) -> None:
         """Add the parameter groups that finetuning callbacks had added when their states were saved; collective."""
-        named = dict(self.lightning_module.named_parameters())
+        named, thawed = dict(self.lightning_module.named_parameters()), set[torch.nn.Parameter]()
         finetuning = _finetuning(self.lightning_module.trainer)
         for callback in finetuning:
             saved = states.get(callback.state_key, {}).get("internal_optimizer_metadata", {})
             for place, groups in saved.items():
                 for group in groups[len(self.optimizers[place].param_groups) :]:
-                    thawed = [named[name].requires_grad_() for name in group["params"]]
-                    self.optimizers[place].add_param_group({**group, "params": thawed})
+                    added = [named[name].requires_grad_() for name in group["params"]]
+                    self.optimizers[place].add_param_group({**group, "params": added})
+                    thawed.update(added)
+        # freeze(train_bn=False) has also stopped the running statistics.
+        for module in self.lightning_module.modules():
+            if isinstance(module, _BatchNorm) and not thawed.isdisjoint(module.parameters(recurse=False)):
+                module.track_running_stats = True
         if finetuning:
             Centers(self.optimizers).adopt(self.communicator)
 
@@ -257,8 +263,8 @@ class PeriodicCallback(Callback):
 
     Raises:
         TypeError: an optimizer of another package.
-        ValueError: a trainer with another strategy than :class:`PeriodicStrategy`, or a callback that replaces
-            parameters; on every rank.
+        ValueError: a trainer with another strategy than :class:`PeriodicStrategy`, a callback that replaces
+            parameters, or a ``BaseFinetuning`` callback where ``adopt()`` is not available; on every rank.
     """
 
     def __init__(self, log_every: int = 1) -> None:
@@ -287,8 +293,9 @@ class PeriodicCallback(Callback):
                 metric.dist_sync_fn, metric.distributed_available_fn = strategy.gather, lambda: strategy.is_distributed
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the optimizers."""
+        """Find the optimizers; refuse those that could not adopt what callbacks will thaw."""
         self._centers = Centers(trainer.optimizers)
+        _refuse_finetuning(trainer, self._centers)
 
         def log(values: Values, step: int) -> None:
             for place in trainer.loggers:
@@ -380,6 +387,17 @@ def _refuse_callbacks(trainer: Trainer, module: LightningModule) -> None:
                 "use EMAWeightAveraging, which averages statistics, too. "
                 f"Received: callbacks=[{name}(), ...]"
             )
+
+
+def _refuse_finetuning(trainer: Trainer, centers: Centers) -> None:
+    """Refuse callbacks that thaw parameters if an optimizer cannot adopt them."""
+    refused = next(filter(None, (synchronizer.adoption_refusal() for synchronizer in centers.synchronizers)), None)
+    for callback in _finetuning(trainer) if refused else ():
+        name = type(callback).__name__
+        raise ValueError(
+            f"{name} thaws or adds parameters during training, but adopt() is not available {refused}: omit it, and "
+            f"freeze parameters before Trainer.fit(). Received: callbacks=[{name}(), ...]"
+        )
 
 
 class _Ranks(ClusterEnvironment):

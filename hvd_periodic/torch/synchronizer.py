@@ -23,7 +23,7 @@ from hvd_periodic.comm.subset import require_possible
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.schedules import Schedule, Seconds, as_schedule
-from hvd_periodic.sync.adoption import Successor
+from hvd_periodic.sync.adoption import Successor, refusal
 from hvd_periodic.sync.combinations import refuse_quorum
 from hvd_periodic.sync.finite import SKIP
 from hvd_periodic.sync.startup import CallPoint
@@ -166,6 +166,18 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         super().__init__(replica, **_of_replica(replica, moving), **arguments)
         self.learning_rate = None if optimizer is None else lambda: optimizer.param_groups[0].get("lr")
 
+    def adoption_refusal(self) -> str | None:
+        """Return the kind of training that can never adopt, the same on all ranks; or None."""
+        replica = self.replica
+        inside = vars(replica.optimizer).get("synchronizer") if replica.optimizer is not None else None
+        refused = {
+            "for parameters that are sharded by fully_shard()": bool(replica.sharded),
+            "with optimizers that train and evaluate at different points": replica.has_modes,
+            "for several levels of optimizers": inside is not None,
+            "where gradients are averaged": self.averaging is not None,
+        }
+        return next((what for what, here in refused.items() if here), None) or refusal(self)
+
     @neutrally
     def adopt_model(self, model: Model | None = None) -> None:
         """Go on with the parameters of the model that are trainable now; see :meth:`.PeriodicOptimizer.adopt`.
@@ -176,17 +188,9 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         Raises:
             ValueError, TypeError, RuntimeError: as :meth:`.PeriodicOptimizer.adopt`.
         """
-        replica, outer = self.replica, self._moving()
-        inside = vars(replica.optimizer).get("synchronizer") if replica.optimizer is not None else None
-        refused = {
-            "for parameters that are sharded by fully_shard()": bool(replica.sharded),
-            "with optimizers that train and evaluate at different points": replica.has_modes,
-            "for several levels of optimizers": inside is not None,
-            "where gradients are averaged": self.averaging is not None,
-        }
-        asked = next((what for what, here in refused.items() if here), None)
-        if asked is not None:
-            raise RuntimeError(f"adopt() is not available {asked}: finalize(), then make a new optimizer")
+        replica, outer, refused = self.replica, self._moving(), self.adoption_refusal()
+        if refused is not None:
+            raise RuntimeError(f"adopt() is not available {refused}: finalize(), then make a new optimizer")
         if model is None and replica.named.behind() is None:
             raise ValueError("adopt() needs the model, as the optimizer was not made from a module: adopt(model)")
 

@@ -50,9 +50,25 @@ class Module(LightningModule):
         return self.optimizer
 
 
-def thawing(epoch: int = THAWED) -> BackboneFinetuning:
+class Normed(Module):
+    """The backbone ends with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.backbone = torch.nn.Sequential(self.net.backbone, torch.nn.BatchNorm1d(4).double())
+        self.net.inputs = torch.randn(4, 3, dtype=torch.float64)
+
+
+class Finetuning(BackboneFinetuning):
+    """Freezes BatchNorm, too, and with it its running statistics."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(pl_module.backbone, train_bn=False)
+
+
+def thawing(epoch: int = THAWED) -> Finetuning:
     """Return a callback that thaws with half the learning rate."""
-    return BackboneFinetuning(epoch, lambda_func=lambda epoch: 1.0, backbone_initial_ratio_lr=0.5)
+    return Finetuning(epoch, lambda_func=lambda epoch: 1.0, backbone_initial_ratio_lr=0.5)
 
 
 @scenario
@@ -101,7 +117,7 @@ class Ends(Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         optimizer = pl_module.optimizer
         momentum = [state["momentum_buffer"] for state in optimizer.state.values()]
-        tensors = [*pl_module.parameters(), *optimizer.synchronizer.center_tensors(), *momentum]
+        tensors = [*pl_module.parameters(), *pl_module.buffers(), *optimizer.synchronizer.center_tensors(), *momentum]
         self.bits = [tensor.detach().numpy().tobytes().hex() for tensor in tensors]
 
 
@@ -110,13 +126,13 @@ def thawed_layers_go_on() -> dict[str, Any]:
     """Four epochs at once; and three, and one from the checkpoint after the thawing, in mid-period; then one more."""
     found: dict[str, Any] = {}
     whole = Ends()
-    trainer(thawing(), whole, max_epochs=4).fit(Module(), batches(EPOCH))
+    trainer(thawing(), whole, max_epochs=4).fit(Normed(), batches(EPOCH))
     for every_rank in (True, False):
         folder = Path(sys.argv[1]) / f"thawed {every_rank}"
         strategy, parts = PeriodicStrategy(every_rank=every_rank), Ends()
         checkpoint = ModelCheckpoint(folder, save_on_train_epoch_end=True)
-        trainer(thawing(), checkpoint, strategy=strategy, max_epochs=3, **CHECKPOINTS).fit(Module(), batches(EPOCH))
-        module, strategy = Module(), PeriodicStrategy(every_rank=every_rank)
+        trainer(thawing(), checkpoint, strategy=strategy, max_epochs=3, **CHECKPOINTS).fit(Normed(), batches(EPOCH))
+        module, strategy = Normed(), PeriodicStrategy(every_rank=every_rank)
         made = trainer(thawing(), parts, strategy=strategy, max_epochs=4)
         made.fit(module, batches(EPOCH), ckpt_path=folder / "epoch=2-step=15.ckpt")
         found[f"equal {every_rank}"] = parts.bits == whole.bits

@@ -373,6 +373,10 @@ def cross_purposes() -> str:
     return attempt(lambda: trainer(val_check_interval=interval).fit(Module(), batches(9), batches(1)))
 
 
+def two_levels(inner: Any, model: Any, period: int) -> Any:
+    return hvdp.ModelAverageOptimizer(hvdp.ModelAverageOptimizer(inner, model, period), model, 2 * period)
+
+
 def misfits() -> dict[str, Callable[[], object]]:
     class Plain(Module):
         def configure_optimizers(self) -> Any:
@@ -395,6 +399,7 @@ def misfits() -> dict[str, Callable[[], object]]:
         "plain": fit(trainer(), Plain()),
         "pruning": fit(trainer(ModelPruning("l1_unstructured", amount=0.5)), Normed()),
         "weight averaging": fit(trainer(StochasticWeightAveraging(0.05)), Normed()),
+        "finetuning": fit(trainer(lightning_finetuning.thawing()), lightning_finetuning.Module(two_levels)),
         "batch norm": fit(trainer(sync_batchnorm=True)),
         "gradients": lambda: trainer().strategy.all_gather(torch.ones(1), sync_grads=True),
         "reduction": lambda: trainer().strategy.reduce(torch.ones(1), reduce_op="product"),

@@ -134,6 +134,7 @@ REFUSED = {
     "plain": "TypeError: A trainer .* Received: SGD",
     "pruning": "ValueError: ModelPruning replaces parameters during training",
     "weight averaging": "ValueError: StochasticWeightAveraging recomputes the statistics of BatchNorm",
+    "finetuning": "ValueError: Finetuning thaws .* not available for several levels of optimizers",
     "batch norm": "ValueError: `Trainer.sync_batchnorm=True.` averages",
     "gradients": "ValueError: all_gather.sync_grads=True.",
     "reduction": "ValueError: `reduce_op` must be .* Received: 'product'",

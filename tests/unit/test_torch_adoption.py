@@ -192,3 +192,12 @@ def test_pairs_need_the_model() -> None:
     model.v.requires_grad = False
     optimizer.adopt(list(model.named_parameters()))
     train(optimizer, model, 0, 3)
+
+
+def test_kinds_of_training_that_can_never_adopt_say_so_before_they_begin() -> None:
+    def job(comm: Communicator) -> None:
+        assert made(comm, Net(), "easgd").synchronizer.adoption_refusal() is None
+        never = made(comm, Net(), "easgd", asynchronous=True)
+        assert never.synchronizer.adoption_refusal() == "with asynchronous=True"
+
+    run_ranks(1, job)
