@@ -159,9 +159,9 @@ class Checkpoint(Generic[V]):
             raise ValueError(f"The state was saved with the outer optimizer {state['outer']}, and this one has {outer}")
         self.check_fragments(state)
         self._check_complex(state)
-        self._exchanger.check_load(state, begun)
         for group, vectors in self.vectors():
             vectors.check(state["vectors"].get(group, {}))
+        self._exchanger.check_load(state, begun)
 
     def check_fragments(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError if a state was saved with another number of fragments."""

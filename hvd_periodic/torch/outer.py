@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -202,7 +203,7 @@ class TorchOuterOptimizer(CloneableOptimizer):
         )
         if there != here:
             raise misfit(self.name, f"its parameter groups have {there} tensors, and {here} here")
-        for number, expected in zip((number for group in groups for number in group), self._stepped(), strict=True):
+        for number, expected in zip(chain(*groups), self._stepped(state), strict=True):
             saved = state["state"].get(number) or {}
             for key, shape in expected.items() if saved else ():
                 if key not in saved:
@@ -213,10 +214,11 @@ class TorchOuterOptimizer(CloneableOptimizer):
                         self.name, f"{key!r} of tensor {number} has shape {tuple(found)}, and {tuple(shape)} here"
                     )
 
-    def _stepped(self) -> list[dict[str, torch.Size]]:
-        """Return the shapes of the tensors that each parameter has in the state after a step.
+    def _stepped(self, state: Mapping[str, Any]) -> list[dict[str, torch.Size]]:
+        """Return the shapes of the tensors that each parameter has after a step with the settings of a state dict.
 
-        The step is one of tensors without memory; an optimizer that cannot take it may have any state.
+        Loading restores these settings. The step is one of tensors without memory; an optimizer that cannot take it may
+        have any state.
         """
         groups = [
             {"params": [torch.empty_like(center, device="meta") for center in group["params"]]}
@@ -226,8 +228,11 @@ class TorchOuterOptimizer(CloneableOptimizer):
         for tensor in tensors:
             tensor.grad = torch.empty_like(tensor)
         try:
-            trial = in_train_mode(self._construct(groups, self._own))
-            trial.step()
+            trial = self._construct(groups, self._own)
+            for group, saved in zip(trial.param_groups, state["param_groups"], strict=True):
+                settings = settings_in(saved, self._own)
+                group.update(settings | (_on_host(settings) if self._on_host else {}))
+            in_train_mode(trial).step()
         except Exception:
             return [{} for _ in tensors]
         entries = [trial.state.get(tensor, {}) for tensor in tensors]

@@ -285,6 +285,21 @@ def test_a_damaged_state_of_an_outer_optimizer_is_refused(damage: Any, message: 
     run_ranks(2, work)
 
 
+def test_the_state_of_another_model_is_refused_by_the_name_of_a_parameter() -> None:
+    """The state of the outer optimizer does not fit either, but has no names."""
+
+    def trained(size: int) -> PeriodicOptimizer:
+        arrays = {"a": np.zeros(6), "b": np.zeros(size)}
+        options = {"outer_optimizer": SGD(0.25, 0.5), "process_set": LocalCommunicator()}
+        optimizer = PeriodicOptimizer(SGD(0.5), arrays, AGN(), 2, **options)
+        for _ in range(2):
+            optimizer.step([np.ones(6), np.ones(size)])
+        return optimizer
+
+    with pytest.raises(ValueError, match=r"belongs to another model: 'b' is of shape \(5,\) there and of shape \(6,\)"):
+        trained(6).synchronizer.load_state_dict(trained(5).synchronizer.state_dict())
+
+
 class InterruptError(Exception):
     """Raised inside a center block."""
 

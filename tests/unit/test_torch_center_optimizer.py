@@ -158,6 +158,38 @@ def test_a_damaged_state_is_refused_before_anything_is_loaded(damage: Any, messa
     assert local.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("kind", ["template", "local", "function"])
+def test_a_state_is_compared_with_its_own_settings(kind: str, saved: bool) -> None:
+    """Loading restores them; ``amsgrad`` decides whether Adam keeps ``max_exp_avg_sq``."""
+
+    def made(amsgrad: bool) -> tuple[Any, torch.nn.Parameter]:
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        adam = torch.optim.Adam([parameter], lr=0.1, amsgrad=amsgrad)
+        local = adam if kind == "local" else torch.optim.SGD([parameter], lr=0.1)
+        outer = {
+            "template": adam,
+            "local": None,
+            "function": lambda groups: torch.optim.Adam(groups, lr=0.1, amsgrad=amsgrad),
+        }[kind]
+        options = {"outer_optimizer": outer, "process_set": LocalCommunicator()}
+        return hvdp.AGNOptimizer(local, [("w", parameter)], 1, **options), parameter
+
+    def stepped(optimizer: Any, parameter: torch.nn.Parameter) -> list[float]:
+        for gradient in (3.0, 1.0, 2.0):
+            parameter.grad = torch.full_like(parameter, gradient)
+            optimizer.step()
+        return parameter.tolist()
+
+    source, target = made(saved), made(not saved)
+    stepped(*source)
+    state, values = copy.deepcopy(source[0].state_dict()), source[1].detach().clone()
+    target[0].load_state_dict(state)
+    with torch.no_grad():
+        target[1].copy_(values)
+    assert stepped(*target) == stepped(*source)
+
+
 def test_the_state_of_an_optimizer_that_needs_values_to_step_is_not_compared() -> None:
     class Nervous(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
