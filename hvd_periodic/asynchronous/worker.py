@@ -407,9 +407,9 @@ class Worker:
                 part.error_feedback.reset()
 
     def take(self, parts: Sequence[TensorGroup[Any]]) -> None:
-        """Set the replica to the center, if workers keep what they took, or take the center in rounds."""
-        for part in parts:
-            if self._hands_out(part.algorithm):
+        """Set the replica to the center, statistics too, if workers keep what they took, or take it in rounds."""
+        if self._hands_out(parts[0].algorithm):
+            for part in parts:
                 part.take_center(Exchange(self.communicator.size, period=1))
 
     def _hands_out(self, algorithm: Algorithm) -> bool:

@@ -524,6 +524,25 @@ def statistics(mode: str) -> Any:
 
 
 @on_all(transports)
+def statistics_handed_out(mode: str) -> Any:
+    """Averaging, other data on every rank: at the end, bits of parameters and statistics, and those of the center."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    with transport(mode):
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = hvdp.ModelAverageOptimizer(inner, model, 2, asynchronous=True, center=MODES[mode][1])
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(5 + 2 * hvd.rank()):
+        optimizer.zero_grad()
+        model(torch.randn(16, 3, generator=generator) + hvd.rank()).square().mean().backward()
+        optimizer.step()
+    optimizer.synchronizer.finalize()
+    return bits(flat(list(model.state_dict().values()))), bits(
+        flat(list(hvdp.center_state_dict(model, optimizer).values()))
+    )
+
+
+@on_all(transports)
 def refused(mode: str) -> Any:
     """Arguments that some rank, or every rank, should be told to be wrong."""
     last = hvd.rank() == hvd.size() - 1

@@ -276,6 +276,13 @@ def test_statistics(ranks: Reports, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_statistics_are_handed_out(ranks: Reports, mode: str) -> None:
+    reports = column(ranks, "statistics_handed_out", mode)
+    for replica, center in reports:
+        assert replica == center == reports[0][1]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_refused_arguments(ranks: Reports, mode: str) -> None:
     last = len(ranks) - 1
     for rank, report in enumerate(column(ranks, "refused", mode)):

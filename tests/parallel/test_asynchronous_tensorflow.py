@@ -471,6 +471,8 @@ def test_graphs_go_on_from_the_checkpoint_of_the_chief(graphs: list[dict[str, An
                 assert first["steps"] == [0, own]
                 assert second["steps"] == [3, 3 + own], "the global step is the chief's at the start"
                 assert first["statistics"][0] != first["statistics"][1]
+                for session, of_root in zip((first, second), reports[0][case], strict=True):
+                    assert session["statistics"][1] == of_root["statistics"][1], (mode, case)
 
 
 def test_graphs_save_the_final_center(graphs: list[dict[str, Any]]) -> None:

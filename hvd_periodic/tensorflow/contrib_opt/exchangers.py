@@ -13,6 +13,7 @@ from hvd_periodic.sync.fragment_plan import DueFragments
 from hvd_periodic.sync.overlapped import Overlapped
 from hvd_periodic.sync.status import GlobalStatus, LocalStatus
 from hvd_periodic.sync.synchronous import Synchronous
+from hvd_periodic.sync.tensor_groups import FROM_ROOT
 from hvd_periodic.tensorflow.contrib_opt.turns import Turn
 from hvd_periodic.vectors.layout import Bucket
 from hvd_periodic.vectors.store import Store
@@ -68,6 +69,12 @@ class SessionAsynchronous(Asynchronous[Any]):
     def keep(self, as_left: Store[Any]) -> None:
         """Keep the center in these variables."""
         self.as_left, self.worker.on_pull = as_left, self._keep
+
+    def take_statistics(self) -> None:
+        """Set the statistics to those of the final center, for which a graph has no other variables."""
+        for group in self.tensor_groups.statistics:
+            if group.name != FROM_ROOT:
+                group.take_center(Exchange(self.context.membership.communicator.size, period=1))
 
     def _keep(self, group: TensorGroup[Any], bucket: Bucket, center: Any, exchange: Exchange) -> None:
         if group is not self.tensor_groups.parameters or self.as_left is None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from inspect import isfunction
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -280,7 +281,8 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
     def get_final_op(self) -> tf.Operation:
         """Return the operation that ends asynchronous training.
 
-        It sleeps until all ranks run it, and then stores the final center in the center variables. In model averaging,
+        It sleeps until all ranks run it, and then stores the final center in the center variables, and its averaged
+        statistics, such as those of batch normalization, in the variables of the statistics. In model averaging,
         it first pushes the steps since the last exchange, and stores the final center in the replicas as well. The hook
         of :meth:`make_session_run_hook` runs it at the end of its session; in a plain session, run it after the last
         step.
@@ -300,7 +302,9 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                 finished = [center.finish() for center in shared]
             with tf.control_dependencies(finished):
                 taken = self._initialization.start_from_centers() if pushed else []
-                return tf.group(*self._told(), *taken, name=f"{self._name}.final")
+            with tf.control_dependencies([*finished, *taken]):
+                statistics = chain.from_iterable(end.take_statistics() for end in self._ends)
+                return tf.group(*self._told(), *statistics, *taken, name=f"{self._name}.final")
 
     def get_land_op(self) -> tf.Operation:
         """Return the operation that waits for the exchange in flight and applies it to center and replica.

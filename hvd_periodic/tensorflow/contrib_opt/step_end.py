@@ -86,6 +86,14 @@ class StepEnd:
         with control_flow_v1():
             return tf.group(*self._call(push))
 
+    def take_statistics(self) -> list[tf.Operation]:
+        """Return the operations that set averaged statistics to those of the final center of asynchronous training."""
+        exchanger = self._synchronizer.exchanger
+        if not isinstance(exchanger, SessionAsynchronous) or not exchanger.tensor_groups.statistics:
+            return []
+        with control_flow_v1():
+            return [tf.group(*self._call(exchanger.take_statistics))]
+
     def end(self) -> tf.Operation:
         """Return the operation that tells the journal that training has ended, if the journal knows its beginning."""
         journal, progress = self._synchronizer.journal, self._synchronizer.progress
