@@ -223,8 +223,7 @@ class CenterInMemory:
         discount = tensors.discount(exchange)
         message = message if discount == 1 else space.scale(discount, message)
         exchange = replace(exchange, completes=self.ledger.completes(index, exchange.size))
-        after = self._move(part, bucket, center, message, exchange)
-        return after if algorithm.reads_after else before
+        return self._move(part, bucket, center, message, exchange, before)
 
     def new_payload(self, index: int) -> np.ndarray:
         """Return an array for what a worker sends to a round on a bucket."""
@@ -281,18 +280,17 @@ class CenterInMemory:
         if index < self.optimized:
             self.set_total(index, total, exchange)
             return before
-        after = self._move(part, bucket, center, total, exchange)
-        return after if algorithm.reads_after else before
+        return self._move(part, bucket, center, total, exchange, before)
 
     def _move(
-        self, part: int, bucket: Bucket, center: State[Any], message: np.ndarray, exchange: Exchange
+        self, part: int, bucket: Bucket, center: State[Any], message: np.ndarray, exchange: Exchange, before: np.ndarray
     ) -> np.ndarray:
-        """Move the vectors of a bucket; return a copy of what workers see of them then."""
-        moved = self._moved(part, bucket, center, message, exchange)
+        """Move the vectors of a bucket; return what workers pull: a copy of what they see then, or saw before."""
+        algorithm, moved = self.parts[part].algorithm, self._moved(part, bucket, center, message, exchange)
         for key, vector in moved.items():
             if vector is not center[key]:
                 self.vectors[part][key].write(bucket, vector)
-        return np.array(self.parts[part].algorithm.publish(self.space, center | moved, exchange))
+        return np.array(algorithm.publish(self.space, center | moved, exchange)) if algorithm.reads_after else before
 
     def _moved(
         self, part: int, bucket: Bucket, center: State[Any], message: np.ndarray, exchange: Exchange

@@ -116,10 +116,8 @@ def _numbers_of_ranks(min_ranks: int | None, max_ranks: int | None) -> tuple[int
             f"The environment variable {RANKS} must be the minimum and the maximum number of ranks, as in 2:8, or "
             f"one number for both. Received: {text!r}"
         )
-    if min_ranks is None and max_ranks is None:
-        return least, most
-    low = require_int(1 if min_ranks is None else min_ranks, "`min_ranks`", minimum=1)
-    high = require_int(_UNLIMITED if max_ranks is None else max_ranks, "`max_ranks`", minimum=1)
+    low = least if min_ranks is None else require_int(min_ranks, "`min_ranks`", minimum=1)
+    high = most if max_ranks is None else require_int(max_ranks, "`max_ranks`", minimum=1)
     if low > high:
         raise ValueError(f"`max_ranks` must be at least `min_ranks`. Received: min_ranks={low}, max_ranks={high}")
     if text and (low, high) != (least, most):

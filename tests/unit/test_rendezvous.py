@@ -126,7 +126,7 @@ def test_numbers_of_ranks_in_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_state(min_ranks=3)[0] == 3
     assert of_state(max_ranks=3) == (1, 3)
     monkeypatch.setenv("HVD_PERIODIC_RANKS", "2:8")
-    assert of_state() == of_state(min_ranks=2, max_ranks=8) == (2, 8)
+    assert of_state() == of_state(min_ranks=2, max_ranks=8) == of_state(min_ranks=2) == of_state(max_ranks=8) == (2, 8)
 
 
 def of_state(**numbers: int) -> tuple[int, int]:
@@ -142,9 +142,9 @@ def of_state(**numbers: int) -> tuple[int, int]:
         ({"min_ranks": 0}, ValueError, "`min_ranks` must be an int >= 1. Received: 0"),
         ({"max_ranks": 2.5}, TypeError, r"`max_ranks` must be an int >= 1\. Received: 2\.5"),
         (
-            {"min_ranks": 2},
+            {"min_ranks": 3},
             ValueError,
-            "are 2 and 65536, and the environment variable HVD_PERIODIC_RANKS says 2:4: say",
+            "are 3 and 4, and the environment variable HVD_PERIODIC_RANKS says 2:4: say",
         ),
     ],
 )
