@@ -7,11 +7,12 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ _GRACE = 5.0
 _running: dict[str, subprocess.Popen[str]] = {}
 """Programs that have not ended, by the mark of their processes."""
 
-_starting = threading.RLock()
+_starting = threading.Lock()
 """Held while a program starts and is listed, so that a signal meets none that is not listed yet."""
 
 _ending = threading.Event()
@@ -121,24 +122,43 @@ def run(words: Sequence[str], seconds: float, environment: Mapping[str, str]) ->
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """End the programs that run in any thread if SIGINT or SIGTERM comes; SIGTERM becomes a SystemExit of 143."""
+    """End the programs that run in any thread if SIGINT or SIGTERM comes; SIGTERM becomes a SystemExit of 143.
+
+    A thread of its own ends them. The main thread runs the handlers of Python only between two instructions, and a
+    signal does not wake it if it comes just before the main thread waits for the thread that runs a program: the main
+    thread would then wait until the program ends.
+    """
 
     def terminate(number: int, frame: object) -> None:
-        _kill_all()
         raise SystemExit(128 + number)
 
     def interrupt(number: int, frame: object) -> None:
-        _kill_all()
         raise KeyboardInterrupt
 
     handlers = {signal.SIGTERM: terminate, signal.SIGINT: interrupt}
     _ending.clear()
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    signals, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
+    watcher = threading.Thread(target=_kill_all_at, args=(signals, handlers.keys()), daemon=True)
+    with signals:
+        watcher.start()
+        wakeup_before = signal.set_wakeup_fd(wakeup.fileno())
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup_before)
+            wakeup.close()
+            watcher.join()
+
+
+def _kill_all_at(signals: socket.socket, numbers: Collection[int]) -> None:
+    """Kill all programs when one of these signals comes; a byte tells the number of each signal."""
+    while number := signals.recv(1):
+        if number[0] in numbers:
+            _kill_all()
 
 
 def _kill_all() -> None:
