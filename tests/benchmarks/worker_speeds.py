@@ -8,7 +8,8 @@ the fastest worker to be at most a quarter of its step; the table says what it w
 
 Synchronously, all workers take the same number of steps; every other method trains for as long as that takes. The root
 looks at the center some times. Final losses are means of the last ten looks. "Samples" are those that all workers
-together have taken: a method without waiting takes more of them in the same time.
+together have taken: a method without waiting takes more of them in the same time. At equal samples, both losses are
+means over the same samples, the last twentieth: ten looks of a faster method go further back in its samples.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ SPEEDS = (1.0, 1.3, 2.6, 5.7)
 
 LAST = 10
 """Looks of which the mean is a loss."""
+
+LAST_PART = 1 / 20
+"""Part of the samples over which losses are compared."""
 
 SYNCHRONOUS = "synchronous"
 
@@ -112,13 +116,15 @@ class Text:
 TASKS: dict[str, Callable[[int, int, int], Task]] = {"digits": Digits, "language": Text}
 
 
-def methods(period: int) -> dict[str, tuple[Any, Any, dict[str, Any]]]:
+def methods(arguments: argparse.Namespace) -> dict[str, tuple[Any, Any, dict[str, Any]]]:
     """Return algorithm, schedule and options by name."""
+    period = arguments.period
+    diloco = hvdp.DiLoCo(outer_learning_rate=arguments.outer_learning_rate, outer_momentum=arguments.outer_momentum)
     return {
-        SYNCHRONOUS: (hvdp.DiLoCo(), period, {}),
-        "quorum of 3": (hvdp.DiLoCo(), period, {"quorum": 3}),
-        "asynchronous": (hvdp.DiLoCo(), period, {"asynchronous": True}),
-        "asynchronous, DyLU": (hvdp.DiLoCo(), hvdp.DyLU(period), {"asynchronous": True}),
+        SYNCHRONOUS: (diloco, period, {}),
+        "quorum of 3": (diloco, period, {"quorum": 3}),
+        "asynchronous": (diloco, period, {"asynchronous": True}),
+        "asynchronous, DyLU": (diloco, hvdp.DyLU(period), {"asynchronous": True}),
         "elastic averaging, asynchronous": (hvdp.EASGD(), period, {"asynchronous": True}),
     }
 
@@ -139,9 +145,15 @@ class Seen:
     losses: list[float]
     computation: float
 
-    def final(self, steps: float = float("inf")) -> float:
-        """Return the loss after so many steps of all workers together: the mean of the last looks until then."""
-        return mean(self.losses[: bisect_right(self.steps, steps)][-LAST:])
+    def final(self) -> float:
+        """Return the mean of the last looks."""
+        return mean(self.losses[-LAST:])
+
+    def at(self, steps: int) -> float:
+        """Return the mean loss over the last part of so many steps of all workers together."""
+        first = bisect_right(self.steps, steps * (1 - LAST_PART))
+        end = bisect_right(self.steps, steps)
+        return mean(self.losses[min(first, end - 1) : end])
 
     def reaches(self, loss: float) -> float:
         """Return the seconds after which the mean of the last looks is at most ``loss``; infinity if it never is."""
@@ -192,12 +204,12 @@ def tell(runs: dict[str, list[Seen]], arguments: argparse.Namespace) -> None:
             seen.reaches(loss) / waiting.seconds[-1]
             for seen, loss, waiting in zip(seeds, reference, runs[SYNCHRONOUS], strict=True)
         ]
-        equal = [seen.final(budget) / loss for seen, loss in zip(seeds, reference, strict=True)]
+        equal = [seen.at(budget) / waits.at(budget) for seen, waits in zip(seeds, runs[SYNCHRONOUS], strict=True)]
         final = median(seen.final() for seen in seeds)
         steps = median(seen.steps[-1] / budget for seen in seeds)
         part = max(seen.computation for seen in seeds)
-        figures = (steps, median(faster), median(equal), part)
-        rows.append((name, f"{final:.4f}", *(f"{figure:.2f}" for figure in figures)))
+        figures = (f"{steps:.2f}", f"{median(faster):.2f}", f"{median(equal):.3f}", f"{part:.2f}")
+        rows.append((name, f"{final:.4f}", *figures))
     title = f"{arguments.task}, {hvd.size()} workers, steps of 1 : 1.3 : 2.6 : 5.7, period {arguments.period}"
     columns = ("method", "final loss", "samples", "time to that loss", "loss at equal samples", "computation")
     report.show(title, columns, rows)
@@ -213,6 +225,8 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=[""], help="only those whose names contain one of these")
     parser.add_argument("--steps", type=int, default=400, help="of each worker, synchronously (default: 400)")
     parser.add_argument("--period", type=int, default=10, help="local steps between exchanges (default: 10)")
+    parser.add_argument("--outer-learning-rate", type=float, default=0.7, help="of DiLoCo (default: 0.7)")
+    parser.add_argument("--outer-momentum", type=float, default=0.9, help="of DiLoCo (default: 0.9)")
     parser.add_argument("--milliseconds", type=float, default=10.0, help="of the fastest worker's step (default: 10)")
     parser.add_argument("--looks", type=int, default=100, help="at the center (default: 100)")
     parser.add_argument("--seeds", type=int, default=3, help="of which to take medians (default: 3)")
@@ -221,7 +235,7 @@ def main() -> None:
     hvd.init()
     runs: dict[str, list[Seen]] = {}
     for seed in range(arguments.seeds):
-        for name, method in methods(arguments.period).items():
+        for name, method in methods(arguments).items():
             if name == SYNCHRONOUS or any(word in name for word in arguments.methods):
                 torch.manual_seed(seed)
                 task = TASKS[arguments.task](hvd.rank(), hvd.size(), seed)
