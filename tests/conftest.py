@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.parallel.program import THOROUGH
 
 PATIENCE = 8
 """Limits in the tests are for two idle cores; this many times as long may a test really take, where cores are busy."""
@@ -41,11 +44,16 @@ collect_ignore = ["pages"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw fewer examples where tests are not thorough; with ``-m core``, import no other files, so no framework."""
+    """Draw fewer examples, and run fewer cases of scenarios, where tests are not thorough.
+
+    With ``-m core``, import no other files, so no framework.
+    """
     config.pluginmanager.register(Everywhere())
     settings.register_profile("thorough", max_examples=150)
-    settings.register_profile("every run", max_examples=50)
-    settings.load_profile("every run" if config.option.markexpr in ("core", "not thorough") else "thorough")
+    settings.register_profile("every run", max_examples=30)
+    every_run = config.option.markexpr in ("core", "not thorough")
+    settings.load_profile("every run" if every_run else "thorough")
+    os.environ[THOROUGH] = str(int(not every_run))
     if config.option.markexpr == "core" and config.args_source is config.ArgsSource.TESTPATHS:
         config.args = sorted(map(str, CORE))
 

@@ -17,7 +17,6 @@ from hvd_periodic.vectors.space import VectorSpace
 from tests.conformance.discovery import algorithms
 from tests.covering import covering
 from tests.helpers import Array, NumpyTrainer, random_arrays, readable, run_ranks
-from tests.parallel.tiers import thorough
 
 DTYPES = ["float16", "float32", "float64"]
 
@@ -97,7 +96,7 @@ def test_its_defaults_suit_any_number_of_workers(cls: type[Algorithm]) -> None:
         cls().check(size)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("cls", "dtype"), covering(algorithms(), ("float32", "float64"), together=1), ids=readable)
 def test_init(cls: type[Algorithm], dtype: str) -> None:
     x = np.arange(5, dtype=dtype)
     state = cls().init_center(VectorSpace(), x) | cls().init_worker(VectorSpace(), x)
@@ -109,7 +108,7 @@ def test_init(cls: type[Algorithm], dtype: str) -> None:
     assert not any(np.shares_memory(a, b) for i, a in enumerate(vectors) for b in vectors[:i])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("cls", "size"), covering(algorithms(), (1, 2, 3), together=1), ids=readable)
 def test_exchanges_take_place_and_move_the_center(cls: type[Algorithm], size: int) -> None:
     for run in seen(cls, size):
         assert run.exchanged == [False, False, True, False, False, True, False]
@@ -119,10 +118,7 @@ def test_exchanges_take_place_and_move_the_center(cls: type[Algorithm], size: in
         assert all(np.isfinite(array).all() for arrays in (*run.replicas, *run.centers) for array in arrays)
 
 
-@pytest.mark.parametrize(
-    ("size", "dtype"),
-    [(2, "float16"), (2, "float32"), (2, "float64"), (3, "float64"), thorough(3, "float16"), thorough(3, "float32")],
-)
+@pytest.mark.parametrize(("cls", "size", "dtype"), covering(algorithms(), (2, 3), DTYPES, together=1), ids=readable)
 def test_the_center_is_the_same_on_all_ranks(cls: type[Algorithm], size: int, dtype: str) -> None:
     """To the bit, after every step, with different data on every rank."""
     runs = seen(cls, size, dtype)
@@ -137,7 +133,7 @@ def test_all_ranks_leave_with_the_same_center(cls: type[Algorithm], uneven: int)
     assert all(run.center_bits()[-1] == runs[0].center_bits()[-1] for run in runs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("cls", "dtype"), covering(algorithms(), DTYPES, together=1), ids=readable)
 def test_dtypes_are_kept(cls: type[Algorithm], dtype: str) -> None:
     for run in seen(cls, 2, dtype):
         for arrays in run.replicas:
@@ -146,7 +142,7 @@ def test_dtypes_are_kept(cls: type[Algorithm], dtype: str) -> None:
             assert {array.dtype for array in arrays} == {np.promote_types(dtype, "float32")}
 
 
-@pytest.mark.parametrize("bucket_bytes", [2**20, 40, thorough(8), thorough(128)])
+@pytest.mark.parametrize(("cls", "bucket_bytes"), covering(algorithms(), (40, 2**20, 8, 128), together=1), ids=readable)
 def test_results_do_not_depend_on_the_buckets(cls: type[Algorithm], bucket_bytes: int) -> None:
     assert [run.bits() for run in train(cls, 3, bucket_bytes=bucket_bytes)] == [run.bits() for run in seen(cls, 3)]
 

@@ -208,7 +208,7 @@ def conservation(mode: str) -> Any:
     return found
 
 
-STRESS = {1: 200, 2: 600, 3: 600, 4: 10_000}
+STRESS = {1: 200, 2: 600, 3: 300, 4: 10_000}
 """Exchanges of all ranks together."""
 
 

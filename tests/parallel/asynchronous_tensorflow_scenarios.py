@@ -36,7 +36,7 @@ from tests.parallel.keras_scenarios import (
     scaled_step,
     train_step,
 )
-from tests.parallel.program import NotApplicableError, Scenarios, attempt, rotated
+from tests.parallel.program import NotApplicableError, Scenarios, attempt, crossed, rotated
 from tests.parallel.tensorflow_job import hvd
 
 MODES: dict[str, tuple[str, str]] = {
@@ -232,23 +232,22 @@ def in_turn(center: str) -> Any:
 def left_out_in_turn(center: str) -> Any:
     """The last rank's third gradient is NaN: it starts again from the center; compiled and not."""
     results: dict[str, Any] = {}
-    for name in in_turn_of.ALGORITHMS:
-        for loop in ("eager", "function"):
-            w = keras.Variable([0.0, 0.0, 0.0], dtype="float64", name="w")
-            inner = keras.optimizers.SGD(in_turn_of.RATE, momentum=in_turn_of.MOMENTUM)
-            optimizer = LEFT_OUT[name](inner, asynchronous=True, center=center, nonfinite="skip")
-            optimizer.build([w])
-            step = LOOPS[loop](given_step(optimizer, w))
-            seen = in_turn_of.taken(
-                lambda g, step=step: step(tf.constant(g, tf.float64)),
-                lambda w=w, optimizer=optimizer: (w.numpy().tolist(), read_center(optimizer, w)),
-                (hvd.rank(), hvd.size()),
-                barrier,
-            )
-            counters = optimizer.synchronizer.counters
-            barrier()
-            optimizer.synchronizer.finalize()
-            results[f"{name} {loop}"] = [seen, counters.rounds, counters.left_out, counters.bytes_sent]
+    for name, loop in crossed(tuple(in_turn_of.ALGORITHMS), ("eager", "function")):
+        w = keras.Variable([0.0, 0.0, 0.0], dtype="float64", name="w")
+        inner = keras.optimizers.SGD(in_turn_of.RATE, momentum=in_turn_of.MOMENTUM)
+        optimizer = LEFT_OUT[name](inner, asynchronous=True, center=center, nonfinite="skip")
+        optimizer.build([w])
+        step = LOOPS[loop](given_step(optimizer, w))
+        seen = in_turn_of.taken(
+            lambda g, step=step: step(tf.constant(g, tf.float64)),
+            lambda w=w, optimizer=optimizer: (w.numpy().tolist(), read_center(optimizer, w)),
+            (hvd.rank(), hvd.size()),
+            barrier,
+        )
+        counters = optimizer.synchronizer.counters
+        barrier()
+        optimizer.synchronizer.finalize()
+        results[f"{name} {loop}"] = [seen, counters.rounds, counters.left_out, counters.bytes_sent]
     return results
 
 

@@ -18,6 +18,7 @@ import torch
 import hvd_periodic.torch as hvdp
 from hvd_periodic.centers import saved_states
 from hvd_periodic.checkpoints import files
+from tests.conftest import PATIENCE
 from tests.parallel.program import Scenarios, attempt
 from tests.parallel.scenarios import bits
 from tests.parallel.torch_job import WITHOUT_HOROVOD, hvd
@@ -134,7 +135,7 @@ class Held:
 
         def write(stream: Any, data: Any) -> int:
             if threading.current_thread() is not threading.main_thread():
-                self.go.wait(100)
+                self.go.wait(100 * PATIENCE)
                 if self.failing:
                     raise OSError(errno.ENOSPC, "No space left on device")
             return self._write(stream, data)

@@ -19,6 +19,7 @@ import tensorflow as tf
 import hvd_periodic.tensorflow as hvdp
 from hvd_periodic.centers import saved_states
 from hvd_periodic.checkpoints import saving as checkpoint_saving
+from tests.conftest import PATIENCE
 from tests.parallel.program import Scenarios, attempt
 from tests.parallel.tensorflow_job import hvd
 
@@ -237,7 +238,7 @@ def in_the_background_of_fit() -> Any:
     path, go, write, seen = folder("beside-fit"), threading.Event(), checkpoint_saving.write_content, []
 
     def held(*arguments: Any) -> Any:
-        assert go.wait(100)
+        assert go.wait(100 * PATIENCE)
         return write(*arguments)
 
     class Save(keras.callbacks.Callback):

@@ -18,7 +18,7 @@ from hvd_periodic import BMUF, Compression, DiLoCo, Piecewise, SlowMo
 from hvd_periodic.tensorflow import contrib_opt
 from hvd_periodic.tensorflow.private import eager
 from tests import oracle
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import Scenarios, attempt, repeated
 from tests.parallel.tensorflow_job import hvd
 
 scenario = Scenarios()
@@ -166,18 +166,23 @@ def beside(
         return [of_session, course(Arrays(name, period, **own, **options), "overlap" in options)]
 
 
+def all_beside(*cases: tuple[str, str, bool, Any, dict[str, Any]]) -> dict[str, list[list[Values]]]:
+    """Return the courses of cases, by their names: the algorithm, with a getter or not, the period, and options."""
+    return {case: beside(name, with_getter, period, **options) for case, name, with_getter, period, options in cases}
+
+
 @scenario
 def weights_and_audits() -> Any:
     """Ranks that count differently, also by a function of the exchange; centers that ranks compare."""
     own = 1.0 + 2.0 * hvd.rank()
     asked = iter(range(1, 100))
-    return {
-        "average": beside("average", True, 3, weight=own),
-        "no getter": beside("average", False, 3, weight=own, audit_every=1),
-        "agn": beside("agn", True, 4, op="average", weight=own),
-        "function": beside("average", True, 5, weight=lambda: own + (next(asked) % 2)),
-        "easgd": beside("easgd", True, 2, audit_every=2),
-    }
+    return all_beside(
+        ("no getter", "average", False, 3, {"weight": own, "audit_every": 1}),
+        ("agn", "agn", True, 4, {"op": "average", "weight": own}),
+        ("function", "average", True, 5, {"weight": lambda: own + (next(asked) % 2)}),
+        ("easgd", "easgd", True, 2, {"audit_every": 2}),
+        *repeated(("average", "average", True, 3, {"weight": own})),
+    )
 
 
 @scenario
@@ -197,69 +202,71 @@ def a_center_that_went_astray() -> Any:
 @scenario
 def fragments() -> Any:
     """Two parts, one after another within a period; also in 8 bits, and of ranks that count differently."""
-    return {
-        "easgd": beside("easgd", True, 4, fragments=2),
-        "easgd_rho": beside("easgd_rho", False, 3, fragments=2),
-        "average": beside("average", False, 5, fragments=2, compression=Compression.int8),
-        "agn": beside("agn", True, 4, fragments=2),
-        "weighed": beside("average", True, Piecewise({0: 2, 4: 5}), fragments=2, weight=1.0 + hvd.rank()),
-    }
+    two = {"fragments": 2}
+    return all_beside(
+        ("easgd_rho", "easgd_rho", False, 3, two),
+        ("average", "average", False, 5, {**two, "compression": Compression.int8}),
+        ("weighed", "average", True, Piecewise({0: 2, 4: 5}), {**two, "weight": 1.0 + hvd.rank()}),
+        *repeated(("easgd", "easgd", True, 4, two), ("agn", "agn", True, 4, two)),
+    )
 
 
 @scenario
 def other_algorithms() -> Any:
     """With their own vectors beside the center, an optimizer that moves it, and options."""
-    return {
-        "diloco": beside("diloco", True, 3),
-        "slowmo": beside("slowmo", True, 3, fragments=2),
-        "bmuf": beside("bmuf", False, 2, weight=1.0 + hvd.rank()),
-        "outer": beside("diloco", False, 4, (0.5, 0.25), fragments=2),
-        "agn": beside("agn", True, 4, (0.25, 0.5)),
-    }
+    return all_beside(
+        ("slowmo", "slowmo", True, 3, {"fragments": 2}),
+        ("bmuf", "bmuf", False, 2, {"weight": 1.0 + hvd.rank()}),
+        ("outer", "diloco", False, 4, {"outer": (0.5, 0.25), "fragments": 2}),
+        ("agn", "agn", True, 4, {"outer": (0.25, 0.5)}),
+        *repeated(("diloco", "diloco", True, 3, {})),
+    )
 
 
 @scenario
 def participation() -> Any:
     """A variable that every rank keeps for itself, or that follows the root."""
     own, following = {"parameters": {"b": "local"}}, {"parameters": {"b": "broadcast"}}
-    return {
-        "easgd": beside("easgd", True, 3, **own),
-        "easgd_rho": beside("easgd_rho", False, 2, **own),
-        "agn": beside("agn", True, 4, **own),
-        "average": beside("average", False, 3, weight=1.0 + hvd.rank(), **own),
-        "easgd, broadcast": beside("easgd", False, 3, audit_every=1, **following),
-        "easgd_rho, broadcast": beside("easgd_rho", True, 3, **following),
-        "average, broadcast": beside("average", True, 4, overlap=1, **following),
-        "agn, broadcast": beside("agn", False, 4, **following),
-        "diloco, broadcast": beside("diloco", True, 3, **following),
-    }
+    return all_beside(
+        ("easgd_rho", "easgd_rho", False, 2, own),
+        ("agn", "agn", True, 4, own),
+        ("average", "average", False, 3, {**own, "weight": 1.0 + hvd.rank()}),
+        ("easgd, broadcast", "easgd", False, 3, {**following, "audit_every": 1}),
+        ("average, broadcast", "average", True, 4, {**following, "overlap": 1}),
+        ("diloco, broadcast", "diloco", True, 3, following),
+        *repeated(
+            ("easgd", "easgd", True, 3, own),
+            ("easgd_rho, broadcast", "easgd_rho", True, 3, following),
+            ("agn, broadcast", "agn", False, 4, following),
+        ),
+    )
 
 
 @scenario
 def on_the_root() -> Any:
     """The center is on one rank, with what moves it."""
-    options = {"center": "root"}
-    return {
-        "easgd": beside("easgd", True, 3, **options),
-        "easgd_rho": beside("easgd_rho", True, 3, fragments=2, **options),
-        "average": beside("average", True, 3, weight=1.0 + hvd.rank(), **options),
-        "agn": beside("agn", True, 4, **options),
-        "outer": beside("diloco", True, 4, (0.5, 0.25), fragments=2, **options),
-        "diloco": beside("diloco", True, 3, **options),
-    }
+    root = {"center": "root"}
+    return all_beside(
+        ("easgd_rho", "easgd_rho", True, 3, {**root, "fragments": 2}),
+        ("average", "average", True, 3, {**root, "weight": 1.0 + hvd.rank()}),
+        ("agn", "agn", True, 4, root),
+        ("outer", "diloco", True, 4, {**root, "outer": (0.5, 0.25), "fragments": 2}),
+        *repeated(("easgd", "easgd", True, 3, root), ("diloco", "diloco", True, 3, root)),
+    )
 
 
 @scenario
 def in_flight() -> Any:
     """Exchanges that local steps do not wait for: some steps, or a whole period."""
-    return {
-        "easgd": beside("easgd", True, 4, overlap=2),
-        "easgd_rho": beside("easgd_rho", False, 3, overlap="period", fragments=2),
-        "average": beside("average", True, 4, overlap=1, weight=1.0 + hvd.rank(), compression=Compression.int8),
-        "agn": beside("agn", False, 5, overlap=3),
-        "outer": beside("diloco", True, 4, (0.5, 0.25), overlap="period"),
-        "slowmo": beside("slowmo", False, 4, overlap=1, fragments=2),
-    }
+    return all_beside(
+        ("easgd_rho", "easgd_rho", False, 3, {"overlap": "period", "fragments": 2}),
+        ("average", "average", True, 4, {"overlap": 1, "weight": 1.0 + hvd.rank(), "compression": Compression.int8}),
+        ("agn", "agn", False, 5, {"overlap": 3}),
+        ("outer", "diloco", True, 4, {"outer": (0.5, 0.25), "overlap": "period"}),
+        *repeated(
+            ("easgd", "easgd", True, 4, {"overlap": 2}), ("slowmo", "slowmo", False, 4, {"overlap": 1, "fragments": 2})
+        ),
+    )
 
 
 def main(folder: Path, mode: str) -> None:

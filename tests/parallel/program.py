@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+V = TypeVar("V")
 
 CHOSEN = "chosen.txt"
 """File with the names of the scenarios that a job runs, if not all."""
 
 NOT_RUN = "not run"
 """Key of a report: the scenarios that the job did not run, and why. Their tests are skipped."""
+
+THOROUGH = "HVD_PERIODIC_TESTS_THOROUGH"
+"""Variable that ``tests/conftest.py`` sets to 1 in runs with thorough tests; the ranks of jobs inherit it."""
 
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
 
@@ -89,12 +96,22 @@ def take_graphs_as_built() -> None:
         sys.modules["tensorflow"].config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
-def rotated(longest: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return the elements of ``longest``, each with one of every other sequence in turn.
+def rotated(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return combinations of values, one of each factor: as many as the longest factor has, the others in turn.
 
     For choices that do not depend on each other: every one is tested, in as few combinations as that takes.
     """
-    return [(first, *(other[i % len(other)] for other in others)) for i, first in enumerate(longest)]
+    return [tuple(each[i % len(each)] for each in factors) for i in range(max(map(len, factors)))]
+
+
+def crossed(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return all combinations of values in runs with thorough tests, otherwise those of ``rotated``."""
+    return list(itertools.product(*factors)) if os.environ.get(THOROUGH) == "1" else rotated(*factors)
+
+
+def repeated(*cases: V) -> tuple[V, ...]:
+    """Return cases that repeat a kind with other numbers: all in runs with thorough tests, otherwise none."""
+    return cases if os.environ.get(THOROUGH) == "1" else ()
 
 
 def attempt(function: Callable[[], Any], *more: type[Exception]) -> str:

@@ -24,10 +24,14 @@ SIZE, VICTIM, LAST = 300_000, 2, 3
 """Elements, the rank that is killed, and its last round."""
 
 
-def die(number: int) -> None:
+def die(number: int, folder: Path) -> None:
     """Be killed, or stop until the others have ended."""
     if number == signal.SIGSTOP and os.fork() == 0:
-        time.sleep(15)
+        others = [folder / f"{rank}.json" for rank in range(3) if rank != VICTIM]
+        for _ in range(6000):
+            if all(file.exists() for file in others):
+                break
+            time.sleep(0.1)
         os.kill(os.getppid(), signal.SIGKILL)
         os._exit(0)
     os.kill(os.getpid(), number)
@@ -37,38 +41,34 @@ def main(folder: Path, where: str, rounds: int) -> None:
     """Train for some rounds, in which one rank is killed between two, in the middle of a push, or while it waits."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     communicator, x = MPICommunicator(), np.zeros(SIZE)
-    options: dict[str, Any] = {"timeout_seconds": 4.0} if where == "stopped" else {}
+    options: dict[str, Any] = {"timeout_seconds": 15.0} if where == "stopped" else {}
     optimizer = PeriodicOptimizer(
         SGD(0.1), {"x": x}, DiLoCo(), 1, process_set=communicator, quorum=2, grace_seconds=0.01, **options
     )
     optimizer.synchronizer.begin()
-    rank, times = communicator.rank, []
+    rank = communicator.rank
     for number in range(rounds):
         if rank == VICTIM and number == LAST:
             transport: Any = optimizer.synchronizer.exchanger.worker.transport  # type: ignore[union-attr]
             if where in ("between", "stopped"):
-                die(signal.SIGSTOP if where == "stopped" else signal.SIGKILL)
+                die(signal.SIGSTOP if where == "stopped" else signal.SIGKILL, folder)
             send, sent = transport._requests.send, []
 
             def killed(*arguments: Any, send: Any = send, sent: list[Any] = sent) -> Any:
                 sent.append(send(*arguments))
                 if len(sent) == (2 if where == "pushing" else 3):
                     time.sleep(0.2)
-                    die(signal.SIGKILL)
+                    die(signal.SIGKILL, folder)
                 return sent[-1]
 
             transport._requests.send = killed
         optimizer.step([np.full(SIZE, -1.0 - rank - 0.1 * number)])
-        times.append(time.monotonic())
-        if where == "stopped":
-            time.sleep(0.01)
     optimizer.finalize()
     own = [float(x.min()), float(x.max())]
     with optimizer.center():
         found = [float(x.min()), float(x.max())]
-    waits = np.diff(times).max()
     counters = optimizer.synchronizer.counters
-    (folder / f"{rank}.json").write_text(json.dumps([own, found, float(waits), counters.rounds]))
+    (folder / f"{rank}.json").write_text(json.dumps([own, found, counters.rounds]))
     print(f"Rank {rank} is at its end", flush=True)
 
 

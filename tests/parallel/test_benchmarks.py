@@ -14,6 +14,7 @@ pytest.importorskip("horovod.torch")
 from tests.benchmarks import language, sockets
 from tests.benchmarks.methods import METHODS
 from tests.benchmarks.training import ALONE
+from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, start
 from tests.parallel.tiers import thorough
 
@@ -92,7 +93,7 @@ def test_language(tmp_path: Path) -> None:
 def test_training_beside_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate and torchft, from an environment of their own, which is made as the script makes it."""
     words = f'source "{ROOT}/run_scripts/common.sh"; provide_peers >&2; printf %s "$PYTHONPATH"'
-    made = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=300)
+    made = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=300 * PATIENCE)
     if made.returncode != 0:
         pytest.skip(f"they cannot be installed: {made.stderr[-1000:]}")
     monkeypatch.setenv("PYTHONPATH", made.stdout)

@@ -19,12 +19,14 @@ pytestmark = pytest.mark.timeout(400)
 Reports = list[dict[str, Any]]
 
 CHAINS = [
-    (("horovodrun --gloo", 2), ("python", 1)),
-    (("mpirun, MPI", 2), ("mpirun, MPI", 1)),
+    (("horovodrun --gloo", 2), ("python", 1, "exact", "among_others")),
+    (("mpirun, MPI", 2, "exact", "among_others"), ("mpirun, MPI", 1, "among_others")),
+    thorough((("horovodrun --gloo", 2), ("python", 1))),
+    thorough((("mpirun, MPI", 2), ("mpirun, MPI", 1))),
     thorough((("mpirun", 2), ("mpirun", 3), ("python", 1), ("mpirun", 2))),
     thorough((("torchrun", 2), ("torchrun", 3), ("torchrun", 1), ("torchrun", 2))),
 ]
-"""Jobs one after another, which find what those before have saved."""
+"""Jobs one after another, which find what those before have saved: launcher, ranks, and what they run; default: all."""
 
 
 @pytest.fixture(scope="module", params=CHAINS, ids=lambda chain: " ".join(f"{job[0]} {job[1]}" for job in chain))
@@ -33,8 +35,8 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     shared = tmp_path_factory.mktemp("chain") / "shared"
     shared.mkdir()
     reports: list[Reports] = []
-    for launcher, size in request.param:
-        only = [] if all(len(report) != size for report in reports) else ["among_others"]
+    for launcher, size, *chosen in request.param:
+        only = chosen if all(len(report) != size for report in reports) else ["among_others"]
         folder = tmp_path_factory.mktemp("job")
         framework = None if launcher == "mpirun, MPI" else "torch"  # There, Horovod is not imported.
         arguments = (launcher, size, "checkpoint_scenarios", folder, 150, str(shared))

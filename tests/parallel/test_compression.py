@@ -17,7 +17,7 @@ from tests import oracle
 from tests import presence_oracle as present
 from tests.overlap_oracle import PERIOD
 from tests.parallel.launch import run_scenarios
-from tests.parallel.program import Scenarios, attempt, column, rotated
+from tests.parallel.program import Scenarios, attempt, column, crossed, repeated, rotated
 from tests.parallel.tiers import thorough
 
 hvd = pytest.importorskip("tests.parallel.torch_job").hvd
@@ -51,44 +51,50 @@ ALGORITHMS: dict[str, Callable[[], Any]] = {
 
 pytestmark = pytest.mark.timeout(180)
 
+OF_SIZE = ("compressed_quadratics", "rows_of_tables", "not_finite_on_the_last_rank")
+"""What the number of ranks makes a difference for."""
+
 JOBS = [
     ("mpirun", 2),
-    ("horovodrun --gloo", 3),
+    ("horovodrun --gloo", 3, *OF_SIZE),
+    thorough(("horovodrun --gloo", 3)),
     thorough(("mpirun", 4)),
     thorough(("torchrun", 2)),
     thorough(("mpirun, MPI", 2)),
 ]
+"""Launcher, ranks, and what the job runs; default: everything."""
 
 
 @pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of one job reports; all tests of a job share it."""
-    launcher, size = request.param
+    launcher, size, *only = request.param
     folder = tmp_path_factory.mktemp("job")
-    return run_scenarios(launcher, size, "test_compression", folder, 150, framework="torch")
+    return run_scenarios(launcher, size, "test_compression", folder, 150, framework="torch", only=only)
 
 
 @scenario
 def compressed_quadratics() -> Any:
     """The losses of the oracle, with momentum: x after every step, and the center at the end."""
     results = {}
-    for name, algorithm in ALGORITHMS.items():
-        for wire, compression in WIRES.items():
-            parameter = torch.nn.Parameter(torch.tensor(oracle.START, dtype=torch.float64))
-            inner = torch.optim.SGD([parameter], lr=oracle.RATE, momentum=oracle.MOMENTUM)
-            optimizer = hvdp.PeriodicOptimizer(inner, [("w", parameter)], algorithm(), PERIOD, compression=compression)
-            seen = []
-            for _ in range(oracle.STEPS):
-                parameter.grad = torch.tensor(oracle.gradient(hvd.rank(), parameter.tolist()), dtype=torch.float64)
-                optimizer.step()
-                seen.append(parameter.tolist())
-            with optimizer.center():
-                results[f"{name} {wire}"] = [seen, parameter.tolist()]
+    for name, wire in crossed(tuple(ALGORITHMS), tuple(WIRES)):
+        parameter = torch.nn.Parameter(torch.tensor(oracle.START, dtype=torch.float64))
+        inner = torch.optim.SGD([parameter], lr=oracle.RATE, momentum=oracle.MOMENTUM)
+        optimizer = hvdp.PeriodicOptimizer(
+            inner, [("w", parameter)], ALGORITHMS[name](), PERIOD, compression=WIRES[wire]
+        )
+        seen = []
+        for _ in range(oracle.STEPS):
+            parameter.grad = torch.tensor(oracle.gradient(hvd.rank(), parameter.tolist()), dtype=torch.float64)
+            optimizer.step()
+            seen.append(parameter.tolist())
+        with optimizer.center():
+            results[f"{name} {wire}"] = [seen, parameter.tolist()]
     return results
 
 
 def test_agreement_with_a_slow_oracle(ranks: list[dict[str, Any]]) -> None:
-    for case in ranks[0]["compressed_quadratics"]:
+    for case in column(ranks, "compressed_quadratics")[0]:
         name, _, wire = case.partition(" ")
         quantize, hops, tolerance = slow.IN_JOBS[wire]
         steps, center = slow.expected(name, len(ranks), quantize, hops)
@@ -106,30 +112,29 @@ def present_experts() -> Any:
     results = {}
     ways: dict[str, dict[str, Any]] = {"none": {}, "sharded": {"center": "sharded"}}
     ways |= {wire: {"compression": compression} for wire, compression in WIRES.items()}
-    for name in ("average", "diloco", "easgd"):
-        for way, options in ways.items():
-            body, expert = (torch.nn.Parameter(torch.full((2,), 1.0, dtype=torch.float64)) for _ in range(2))
-            inner = torch.optim.SGD([body, expert], lr=present.RATE, momentum=present.MOMENTUM)
-            named = [("body", body), ("expert", expert)]
-            algorithm = hvdp.EASGD(0.25, rho=0.5) if name == "easgd" else ALGORITHMS[name]()
-            optimizer = hvdp.PeriodicOptimizer(
-                inner, named, algorithm, PERIOD, parameters={"expert": "present"}, **options
-            )
-            seen = []
-            for step in range(1, oracle.STEPS + 1):
-                for x in (body, expert):
-                    x.grad = (0.5 + 0.25 * hvd.rank()) * (x.detach() - (1.5 - hvd.rank()))
-                if not present.uses(hvd.rank(), step, 0):
-                    expert.grad = None
-                optimizer.step()
-                seen.append(expert.tolist())
-            with optimizer.center():
-                results[f"{name} {way}"] = [seen, expert.tolist()]
+    for name, way in crossed(("average", "diloco", "easgd"), tuple(ways)):
+        body, expert = (torch.nn.Parameter(torch.full((2,), 1.0, dtype=torch.float64)) for _ in range(2))
+        inner = torch.optim.SGD([body, expert], lr=present.RATE, momentum=present.MOMENTUM)
+        named = [("body", body), ("expert", expert)]
+        algorithm = hvdp.EASGD(0.25, rho=0.5) if name == "easgd" else ALGORITHMS[name]()
+        optimizer = hvdp.PeriodicOptimizer(
+            inner, named, algorithm, PERIOD, parameters={"expert": "present"}, **ways[way]
+        )
+        seen = []
+        for step in range(1, oracle.STEPS + 1):
+            for x in (body, expert):
+                x.grad = (0.5 + 0.25 * hvd.rank()) * (x.detach() - (1.5 - hvd.rank()))
+            if not present.uses(hvd.rank(), step, 0):
+                expert.grad = None
+            optimizer.step()
+            seen.append(expert.tolist())
+        with optimizer.center():
+            results[f"{name} {way}"] = [seen, expert.tolist()]
     return results
 
 
 def test_parameters_of_those_present(ranks: list[dict[str, Any]]) -> None:
-    for case in ranks[0]["present_experts"]:
+    for case in column(ranks, "present_experts")[0]:
         name, _, way = case.partition(" ")
         element = present.Element(1.0, len(ranks), name)
         exchanges = range(PERIOD, oracle.STEPS + 1, PERIOD)
@@ -200,7 +205,7 @@ def compressed_networks() -> Any:
     """
     results = {}
     cases = rotated(tuple(WIRES), ("average", "easgd", "agn", "diloco"), (0, 1, "period"))
-    cases += [("int8", "average", 1), ("int8", "easgd", "period"), ("topk", "agn", 2), ("chunks", "diloco", 1)]
+    cases += repeated(("int8", "average", 1), ("int8", "easgd", "period"), ("topk", "agn", 2), ("chunks", "diloco", 1))
     for wire, name, overlap in cases:
         torch.manual_seed(hvd.rank())
         model = torch.nn.Sequential(torch.nn.Linear(6, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 2))
@@ -245,7 +250,7 @@ def compressed_networks() -> Any:
 
 def test_networks(ranks: list[dict[str, Any]]) -> None:
     """One center at the end; a copy and a checkpoint, with what was not sent, go on alike."""
-    for case in ranks[0]["compressed_networks"]:
+    for case in column(ranks, "compressed_networks")[0]:
         reports = column(ranks, "compressed_networks", case)
         assert reports == [reports[0]] * len(ranks), case
         original, *others = reports[0]

@@ -14,7 +14,7 @@ import pytest
 
 from tests import delayed_oracle as slow
 from tests.parallel.launch import run_scenarios
-from tests.parallel.program import Scenarios, column
+from tests.parallel.program import Scenarios, column, crossed, repeated
 from tests.parallel.tiers import thorough
 
 hvd = pytest.importorskip("tests.parallel.tensorflow_job").hvd
@@ -126,12 +126,11 @@ class Trainer:
 def quadratics_in_turn() -> Any:
     """x and c after every turn, in eager and compiled loops."""
     results: dict[str, Any] = {}
-    for i, mode in enumerate(MODES):
-        for j, name in enumerate(slow.ALGORITHMS):
-            trainer = Trainer(mode, name, compiled=(i + j) % 2 == 0)
-            seen = trainer.in_turn(order_of(hvd.size()))
-            trainer.optimizer.finalize()
-            results[f"{mode} {name}"] = [seen, trainer.look()]
+    for number, (mode, name) in enumerate(crossed(tuple(MODES), tuple(slow.ALGORITHMS))):
+        trainer = Trainer(mode, name, compiled=number % 2 == 0)
+        seen = trainer.in_turn(order_of(hvd.size()))
+        trainer.optimizer.finalize()
+        results[f"{mode} {name}"] = [seen, trainer.look()]
     return results
 
 
@@ -159,7 +158,7 @@ def saved_at_rest() -> Any:
     results: dict[str, Any] = {}
     for mode, name, way in (
         *(("window", "diloco", "model"), ("service", "slowmo", "set"), ("sharded", "bmuf", "state")),
-        *(("window", "bmuf", "set"), ("sharded", "slowmo", "model")),
+        *repeated(("window", "bmuf", "set"), ("sharded", "slowmo", "model")),
     ):
         order = order_of(hvd.size())
         trainer = Trainer(mode, name, compiled=True)

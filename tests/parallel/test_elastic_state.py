@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.conftest import PATIENCE
 from tests.parallel.elastic_scenarios import KERAS, SCENARIOS, STEPS, Scenario, expected
 from tests.parallel.launch import ROOT, run_elastic
 from tests.parallel.tiers import thorough
@@ -83,7 +84,9 @@ def test_a_script_that_users_have_loses_a_worker(name: str, changed: bool, tmp_p
     script = Path(shutil.copy(examples / f"{name}.py", tmp_path))
     if changed:
         change = examples / f"{name}.diff"
-        subprocess.run(["git", "apply", str(change)], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+        subprocess.run(
+            ["git", "apply", str(change)], cwd=tmp_path, check=True, capture_output=True, timeout=60 * PATIENCE
+        )
         assert len(re.findall(r"^\+[^+]", change.read_text(), re.MULTILINE)) <= 5
     hosts = _discovery(tmp_path, ["#!/bin/sh", *(f"echo {host}:1" for host in HOSTS[:2])])
     command = ["-m", "tests.parallel.elastic_loss", str(tmp_path), "6", str(script)]

@@ -37,8 +37,7 @@ def test_the_others_end_with_the_center(where: str, tmp_path: Path) -> None:
     assert done.stdout.count("is at its end") == 2, done.stdout
     assert f"Rank {VICTIM} has died or been given up: rounds close without it" in done.stdout
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3) if rank != VICTIM]
-    for own, center, longest, rounds in reports:
+    for own, center, rounds in reports:
         assert own == center == reports[0][1]
         assert center[0] == center[1], "no bucket of a message that was cut off"
-        assert longest < (3 if where != "stopped" else 10)
         assert rounds == ROUNDS

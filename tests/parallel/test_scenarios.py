@@ -22,15 +22,19 @@ OF_SIZE = (
     *("overflow_on_one_rank", "restore_on_root_only", "process_set", "contract"),
     *("adopted_quadratics", "thawed_layers"),
 )
-"""What the launcher and the number of ranks make a difference for."""
+"""What the number of ranks makes a difference for."""
+
+OF_LIBRARY = ("constant_gradients", "overlapped_quadratics", "disagreements", "uneven_data", "process_set", "contract")
+"""What the launcher, and the library that it leads to, make a difference for."""
 
 JOBS = [
     ("mpirun", 2),
     ("mpirun", 3, *OF_SIZE),
     ("python", 1, *OF_SIZE),
-    ("horovodrun --gloo", 2, *OF_SIZE),
-    ("torchrun", 2, *OF_SIZE),
-    ("mpirun, MPI", 2, *OF_SIZE),
+    ("horovodrun --gloo", 2, *OF_LIBRARY),
+    ("torchrun", 2, *OF_LIBRARY),
+    ("mpirun, MPI", 2, *OF_LIBRARY),
+    *(thorough((launcher, 2, *OF_SIZE)) for launcher in ("horovodrun --gloo", "torchrun")),
     thorough(("mpirun", 3)),
     thorough(("python", 1)),
     thorough(("horovodrun --gloo", 3)),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import PATIENCE
 from tests.parallel.beside import MADE_BY, trainers, with_trainers  # noqa: F401
 from tests.parallel.launch import ROOT, environment, python, run, start
 from tests.parallel.tiers import thorough
@@ -41,7 +42,9 @@ def test_an_example_learns(name: str, launcher: str, tmp_path: Path) -> None:
 def test_an_example_explains_itself(name: str, tmp_path: Path) -> None:
     """--help is not the name of a folder, and nothing is trained."""
     words = [*python("trainers"), str(ROOT / f"examples/{name}_digits.py"), "--help"]
-    shown = subprocess.run(words, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    shown = subprocess.run(
+        words, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120 * PATIENCE
+    )
     assert shown.returncode == 0, shown.stderr
     assert "folder for checkpoints" in shown.stdout
     assert not list(tmp_path.iterdir())

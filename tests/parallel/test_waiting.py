@@ -17,11 +17,11 @@ pytestmark = pytest.mark.timeout(300)
 
 JOBS = [
     ("mpirun", 3, "torch"),
-    ("horovodrun --gloo", 2, "torch"),
     ("mpirun", 2, "tensorflow"),
     ("mpirun", 3, "numpy"),
     ("torchrun", 2, "torch"),
-    ("mpirun, MPI", 2, "torch"),
+    thorough(("horovodrun --gloo", 2, "torch")),
+    thorough(("mpirun, MPI", 2, "torch")),
     thorough(("mpirun, MPI", 2, "tensorflow")),
     thorough(("horovodrun --gloo", 2, "tensorflow")),
     thorough(("horovodrun --mpi", 2, "torch")),

@@ -32,6 +32,7 @@ from hvd_periodic.checkpoints.sets import sets_in
 from hvd_periodic.comm.membership import TrainingGroup
 from hvd_periodic.comm.threads import ThreadCommunicator
 from hvd_periodic.numpy import SGD, ModelAverageOptimizer
+from tests.conftest import PATIENCE
 from tests.helpers import errors, outcomes, run_ranks
 
 numbers = st.integers() | st.floats() | st.integers(min_value=2**70, max_value=2**90)
@@ -433,7 +434,7 @@ def test_a_set_in_the_background_is_complete_once_all_ranks_have_written(
 
     def held(path: Path, content: Content) -> tuple[int, str]:
         if path.parent.name == "000002-step2" and path.name == "rank-1.npz":
-            assert go.wait(60)
+            assert go.wait(60 * PATIENCE)
         return write(path, content)
 
     monkeypatch.setattr("hvd_periodic.checkpoints.saving.write_content", held)

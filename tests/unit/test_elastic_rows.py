@@ -65,7 +65,7 @@ def both_ways(ranks: int, work: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*overshoot")
-@pytest.mark.parametrize(("rate", "way", "ranks"), covering(RATES, WAYS, (2, 3), together=2))
+@pytest.mark.parametrize(("rate", "way", "ranks"), covering(RATES, WAYS, (2, 3), together=1))
 def test_the_dense_exchange(rate: float | None, way: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters after every step, and the center, with other rows touched on every rank in every period."""
     cut = partial(NumpyReplica, bucket_bytes=BUCKET_BYTES.get(way, DEFAULT_BUCKET_BYTES))

@@ -15,6 +15,7 @@ from hvd_periodic.comm.handshake import Purpose, Record, integers, unpack_record
 from hvd_periodic.comm.threads import ThreadCommunicator  # noqa: E402
 from hvd_periodic.numpy import SGD, PeriodicOptimizer  # noqa: E402
 from hvd_periodic.sync.piggyback import as_integers  # noqa: E402
+from tests.covering import covering  # noqa: E402
 from tests.helpers import errors, run_ranks  # noqa: E402
 
 ALGORITHMS: dict[str, Callable[[], Any]] = {
@@ -101,9 +102,7 @@ def trained(communicator: ThreadCommunicator, algorithm: str, options: dict[str,
     return values, (counters.rounds, counters.bytes_sent, counters.local_steps), names
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "options", "size"), covering(ALGORITHMS, OPTIONS, (2, 3), together=1))
 def test_training_is_the_same_to_the_bit(algorithm: str, options: str, size: int) -> None:
     """Also where ranks end at different steps; and each exchange is one collective, but for the optimizer's state."""
 

@@ -120,7 +120,7 @@ def steps_of(fragment: int, fragments: int) -> list[int]:
     return list(range(-(-(fragment + 1) * PERIOD // fragments), oracle.STEPS + 1, PERIOD))
 
 
-@pytest.mark.parametrize(("name", "overlap", "fragments"), covering(ALGORITHMS, (1, 2, "period"), (2, 3)))
+@pytest.mark.parametrize(("name", "overlap", "fragments"), covering(ALGORITHMS, (1, 2, "period"), (2, 3), together=1))
 def test_fragments_that_travel_during_local_steps(name: str, overlap: int | str, fragments: int) -> None:
     """What is under way is taken when the next fragment is exchanged, at the latest; elastic averaging goes as ever."""
     landing = [step for fragment in range(fragments) for step in steps_of(fragment, fragments)]
@@ -199,7 +199,10 @@ def test_places_of_the_center(name: str, center: str) -> None:
 @pytest.mark.parametrize(
     ("name", "wire", "overlap"),
     covering(
-        ("easgd", "average", "agn", "diloco"), (Compression.int8, Compression.topk(0.5), Compression.bf16), (0, 1)
+        ("easgd", "average", "agn", "diloco"),
+        (Compression.int8, Compression.topk(0.5), Compression.bf16),
+        (0, 1),
+        together=1,
     ),
     ids=readable,
 )

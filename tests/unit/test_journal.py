@@ -31,6 +31,7 @@ from hvd_periodic import (
 from hvd_periodic.algorithms.easgd import ContribEASGD
 from hvd_periodic.journal import base
 from hvd_periodic.numpy import SGD, ElasticAverageOptimizer, ModelAverageOptimizer, PeriodicOptimizer
+from tests.conftest import PATIENCE
 from tests.helpers import errors, run_ranks
 
 STEPS, PERIOD = 10, 3
@@ -327,7 +328,7 @@ def test_the_environment_asks_for_the_log(level: str, lines_seen: int) -> None:
     )
     environment = {**os.environ, logs.VARIABLE: level}
     words = [sys.executable, "-c", program]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60 * PATIENCE, check=True)
     assert len(done.stderr.splitlines()) == lines_seen, done.stderr
     if level == "loud":
         assert "HVD_PERIODIC_LOG must be one of debug, info, warning, error. Received: 'loud'" in done.stderr

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import hvd_periodic.tensorflow as hvdp
 from hvd_periodic import Communicator, Compression, LocalCommunicator
+from tests.covering import covering
 from tests.helpers import errors, run_ranks
 from tests.unit.test_tensorflow_edges import Delegate
 
@@ -121,13 +122,7 @@ def test_numbers_of_diloco() -> None:
         assert v == pytest.approx([0.7391475, 1.420331637, 1.420331637, 1.442588048, 1.463099129], abs=1e-7)
 
 
-CASES = [
-    *((algorithm, way, False) for algorithm in ALGORITHMS for way in WAYS),
-    *((algorithm, "replicated", True) for algorithm in ALGORITHMS),
-]
-
-
-@pytest.mark.parametrize(("algorithm", "way", "compiled"), CASES)
+@pytest.mark.parametrize(("algorithm", "way", "compiled"), covering(ALGORITHMS, WAYS, (False, True), together=1))
 def test_the_same_set_right_after_an_exchange_changes_nothing(algorithm: str, way: str, compiled: bool) -> None:
     ranks = 1 if compiled else 2  # Threads of compiled steps would wait for each other.
 
@@ -150,8 +145,7 @@ def test_the_same_set_right_after_an_exchange_changes_nothing(algorithm: str, wa
     assert run_ranks(ranks, partial(job, adopts=True)) == run_ranks(ranks, partial(job, adopts=False))
 
 
-@pytest.mark.parametrize("way", ["replicated", "sharded", "average"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "way"), covering(ALGORITHMS, ["replicated", "sharded", "average"], together=1))
 def test_variables_leave_come_and_stay(algorithm: str, way: str) -> None:
     """What stays trains as if it were alone, and a new optimizer would have the same variables."""
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.covering import covering
+
 pytest.importorskip("horovod.tensorflow")
 keras = pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
@@ -195,10 +197,17 @@ def test_a_file_in_which_all_variables_were_averaged(tmp_path: Path) -> None:
 
 
 POLICIES = [None, "average", "maximum", "broadcast", "local", {"*_queue": "average"}, {"*": "local"}]
+CHANGED = [
+    ("local", "average"),
+    ("average", "local"),
+    ("average", "maximum"),
+    ("average", "average"),
+    (None, "average"),
+]
+"""Exchanged only now, no longer, in another way, and as before."""
 
 
-@pytest.mark.parametrize("loaded", POLICIES, ids=str)
-@pytest.mark.parametrize("saved", POLICIES, ids=str)
+@pytest.mark.parametrize(("saved", "loaded"), covering(POLICIES, POLICIES, together=1, always=CHANGED), ids=str)
 def test_a_state_is_loaded_under_another_policy(saved: Any, loaded: Any) -> None:
     """Weights that are exchanged only now start from what they are; those that were, and are, from what was saved."""
     model = Queued()

@@ -19,6 +19,7 @@ import hvd_periodic.tensorflow as hvdp
 from hvd_periodic import LocalCommunicator
 from hvd_periodic.keras import PeriodicExchange
 from hvd_periodic.tensorflow.coding import GraphCoding
+from tests.covering import covering
 from tests.helpers import errors, run_ranks
 from tests.unit.test_tensorflow_edges import Delegate
 
@@ -86,8 +87,7 @@ def trained_by(trained: list[Any], optimizer: Any, rank: int, sparse: bool, comp
     return [seen, optimizer.synchronizer.counters.bytes_sent]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "way"), covering(ALGORITHMS, WAYS, together=1))
 def test_the_dense_exchange_to_the_bit(algorithm: str, way: str) -> None:
     def work(communicator: Any, parameters: Any) -> Any:
         trained = variables()

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.covering import covering
+
 pytest.importorskip("horovod.tensorflow")
 keras = pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
@@ -46,8 +48,7 @@ def parameter(name: str = "w") -> Any:
     return keras.Variable(np.array([1.0, -2.0]), dtype="float32", name=name)
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("name", "setting"), covering(WRAPPERS, SETTINGS, together=1))
 def test_settings_act_on_the_optimizer_inside(name: str, setting: str) -> None:
     """The trajectory of the plain optimizer that was constructed with it, and not that without."""
     expected, without = (

@@ -114,7 +114,7 @@ def test_no_local_progress_is_lost(name: str, overlap: int | str, size: int) -> 
     assert all(report[-2:] == found[0][-2:] for report in found), "one center, which all have at the end"
 
 
-@pytest.mark.parametrize(("name", "overlap", "size"), covering(ELASTIC, OVERLAPS, (2, 3, 1)))
+@pytest.mark.parametrize(("name", "overlap", "size"), covering(ELASTIC, OVERLAPS, (2, 3, 1), together=1))
 def test_elastic_averaging_goes_where_it_goes_without_overlap(name: str, overlap: int | str, size: int) -> None:
     """To the bit: threads sum in the order of ranks."""
     assert trained(size, name, overlap) == trained(size, name, 0)

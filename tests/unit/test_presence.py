@@ -20,6 +20,7 @@ from hvd_periodic import (
     SlowMo,
 )
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
+from tests.covering import covering
 from tests.helpers import Array, readable, run_ranks
 from tests.presence_oracle import MOMENTUM, RATE, Element, slope, trajectory, uses
 
@@ -102,8 +103,7 @@ def check(found: list[Any], oracle: list[Any], **tolerance: float) -> None:
                 assert values[name] == pytest.approx(right[name], **(tolerance or {"rel": 1e-10})), (name, step)
 
 
-@pytest.mark.parametrize("center", CENTERS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "center"), covering(ALGORITHMS, CENTERS, together=1))
 def test_oracle(algorithm: str, center: str) -> None:
     def work(communicator: Communicator) -> Any:
         model = started()
@@ -112,8 +112,7 @@ def test_oracle(algorithm: str, center: str) -> None:
     check(run_ranks(RANKS, work), expected(algorithm))
 
 
-@pytest.mark.parametrize("center", CENTERS)
-@pytest.mark.parametrize("algorithm", HAS_MEAN)
+@pytest.mark.parametrize(("algorithm", "center"), covering(HAS_MEAN, CENTERS, together=1))
 def test_weights(algorithm: str, center: str) -> None:
     """Σ w_i p_i (h − x_i) / Σ w_i p_i."""
     weights = [3.0, 1.0, 2.5]
@@ -238,8 +237,7 @@ def test_overlap(algorithm: str) -> None:
     check(run_ranks(RANKS, work), expected(algorithm, delay=1))
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": 1}], ids=["blocking", "overlap"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "options"), covering(ALGORITHMS, ({}, {"overlap": 1}), together=1), ids=str)
 def test_fragments(algorithm: str, options: dict[str, Any]) -> None:
     """Each fragment has its own last exchange, since which gradients count."""
 

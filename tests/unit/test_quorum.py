@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import time
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from hvd_periodic.journal.files import read_run_log
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from hvd_periodic.sync.combinations import as_quorum
 from hvd_periodic.sync.synchronous import Synchronous
-from tests.helpers import errors, outcomes, run_ranks
+from tests.helpers import TIMEOUT_SECONDS, errors, outcomes, run_ranks
 
 CURVATURE, MINIMUM, RATE, PERIOD = (0.5, 1.0, 2.0), (3.0, -1.0, 0.5), 0.1, 2
 """Of workers with F_i = h_i (x − b_i)²/2."""
@@ -447,7 +447,8 @@ def test_all_leave_with_the_same_center(name: str) -> None:
 
 
 def test_a_slow_rank_joins_the_rounds_of_others_with_all_it_has(tmp_path: Path) -> None:
-    """By the clock: sets are what the run logs say, and replaying them leads to the same bits."""
+    """Sets are what the run logs say, and replaying them leads to the same bits."""
+    ahead = threading.Event(), threading.Event()
 
     def work(communicator: Communicator, slow: bool, sets: Sequence[Sequence[int]] = ()) -> Any:
         xs, rank = arrays(), communicator.rank
@@ -456,9 +457,11 @@ def test_a_slow_rank_joins_the_rounds_of_others_with_all_it_has(tmp_path: Path) 
         if sets:
             optimizer.synchronizer.exchanger.replay(sets)  # type: ignore[attr-defined]
             communicator.allgather_object(None, "replayed")
-        for _ in range(5 * PERIOD if rank == 2 else 12 * PERIOD):
-            if slow:
-                time.sleep(0.02 if rank == 2 else 0.002)
+        for number in range(3 * PERIOD if rank == 2 else 12 * PERIOD):
+            if rank < 2 and number == 6 * PERIOD:
+                ahead[rank].set()
+            if slow and rank == 2 and number == PERIOD:
+                assert all(event.wait(TIMEOUT_SECONDS) for event in ahead)
             step(optimizer, xs, rank)
         optimizer.finalize()
         with optimizer.center():

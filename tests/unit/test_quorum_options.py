@@ -13,6 +13,7 @@ from hvd_periodic import Communicator, Compression
 from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging, DiLoCo
 from hvd_periodic.journal.files import read_run_log
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
+from tests.covering import covering
 from tests.helpers import errors, run_ranks
 from tests.unit.test_quorum import CURVATURE, EVERY, LONG, MINIMUM, PERIOD, RATE, Trainer, arrays, made, step
 
@@ -60,8 +61,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(("name", "bounds"), covering(EVERY, BOUNDS, together=1))
 def test_in_rounds_of_all_norms_are_bounded_as_synchronously(name: str, bounds: str, tmp_path: Path) -> None:
     """To the bit, also the norms that the run log has."""
     given = {key: value for key, value in BOUNDS[bounds].items() if name != "easgd" or key != "max_mean_norm"}

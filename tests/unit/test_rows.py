@@ -108,8 +108,10 @@ def test_the_dense_exchange_to_the_bit(algorithm: str, way: str, ranks: int, mon
             assert fewer < more
 
 
-@pytest.mark.parametrize("overlap", [0, 1, "period"])
-@pytest.mark.parametrize(("algorithm", "wire", "ranks"), covering(ALGORITHMS, ("fp16", "bf16"), (2, 3), together=1))
+@pytest.mark.parametrize(
+    ("algorithm", "wire", "ranks", "overlap"),
+    covering(ALGORITHMS, ("fp16", "bf16"), (2, 3), (0, 1, "period"), together=1),
+)
 def test_16_bit_wires(
     algorithm: str, wire: str, ranks: int, overlap: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from hvd_periodic.comm.socket_messages import _HEAD, SocketMessages
 from hvd_periodic.comm.threads import ThreadCommunicator, run
 from hvd_periodic.comm.transports import PeerLostError
 from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer
+from tests.conftest import PATIENCE
 from tests.sockets import OverSockets, connected
 
 pytestmark = pytest.mark.timeout(60)
@@ -42,7 +43,7 @@ class Strangers:
 
     def send(self, address: Address, data: bytes) -> None:
         """Connect, send something, and stay."""
-        self.connections.append(socket.create_connection(address, timeout=30))
+        self.connections.append(socket.create_connection(address, timeout=30 * PATIENCE))
         with suppress(OSError):
             self.connections[-1].sendall(data)
 
@@ -120,7 +121,7 @@ def test_strangers_are_dropped_while_ranks_connect(strangers: Strangers) -> None
     assert len(addresses) == RANKS
     for address in addresses:
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(address, timeout=30)
+            socket.create_connection(address, timeout=30 * PATIENCE)
 
 
 def test_more_strangers_than_a_rank_keeps(strangers: Strangers) -> None:
@@ -188,7 +189,7 @@ def test_a_rank_of_another_job_is_a_stranger() -> None:
 def test_a_rank_that_does_not_answer_holds_up_no_other() -> None:
     """Each rank connects to all others at once."""
     connect = socket_mesh._Meeting._connect
-    connects = threading.Barrier(2, timeout=30)
+    connects = threading.Barrier(2, timeout=30 * PATIENCE)
 
     def together(self: Any, other: int, address: Address) -> socket.socket:
         if self._rank == 2:
@@ -354,7 +355,7 @@ def test_the_service_while_strangers_are_at_every_port(center: str, strangers: S
         """Go on at the ports of ranks that train."""
         while not trained.is_set():
             for address in list(addresses):
-                with suppress(OSError), socket.create_connection(address, timeout=30) as connection:
+                with suppress(OSError), socket.create_connection(address, timeout=30 * PATIENCE) as connection:
                     connection.sendall(generator.randbytes(100))
             time.sleep(1e-3)
 

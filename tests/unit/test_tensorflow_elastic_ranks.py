@@ -22,6 +22,7 @@ from hvd_periodic.comm.base import Communicator  # noqa: E402
 from hvd_periodic.comm.subset import Subset  # noqa: E402
 from tests import losing  # noqa: E402
 from tests.conformance.test_front_ends import Delegate  # noqa: E402
+from tests.covering import covering  # noqa: E402
 from tests.losing import EVERYWHERE  # noqa: E402
 from tests.parallel.tiers import thorough  # noqa: E402
 
@@ -325,9 +326,10 @@ def test_groups_that_are_loaded_before_the_first_sync(everywhere: bool, inside: 
     assert together([resumed] * 4, again) == [expected[rank if everywhere else 0] for rank in range(4)]
 
 
-@pytest.mark.parametrize("moving", [False, True])
-@pytest.mark.parametrize("inside", [None, hvdp.EASGD])
-@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+@pytest.mark.parametrize(
+    ("center", "inside", "moving"),
+    covering(("replicated", "root", "sharded"), (None, hvdp.EASGD), (False, True), together=1),
+)
 def test_a_rate_that_has_decayed_is_loaded_on_the_root(center: str, inside: Any, moving: bool) -> None:
     """With the checkpoint that it is in, before ``sync()``: of the local optimizer or of the center's."""
     saved = {}

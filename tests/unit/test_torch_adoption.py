@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic import AGN, BMUF, EASGD, Averaging, Communicator, Compression, DiLoCo, SlowMo  # noqa: E402
+from tests.covering import covering  # noqa: E402
 from tests.helpers import errors, run_ranks  # noqa: E402
 
 ALGORITHMS: dict[str, Any] = {
@@ -58,8 +59,7 @@ def train(optimizer: Any, model: Any, rank: int, steps: int) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "way"), covering(ALGORITHMS, WAYS, together=1))
 def test_the_same_set_right_after_an_exchange_changes_nothing(algorithm: str, way: str) -> None:
     def job(comm: Communicator, adopts: bool) -> list[Any]:
         model = Net()

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.covering import covering
+
 torch = pytest.importorskip("torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
@@ -71,8 +73,7 @@ def trained(communicator: ThreadCommunicator, algorithm: str, options: dict[str,
     return held, center, [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "options"), covering(ALGORITHMS, OPTIONS, together=1))
 def test_blocks_change_nothing(algorithm: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, on two ranks: in blocks of 16 elements as without any."""
     results = []

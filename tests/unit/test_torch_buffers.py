@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.covering import covering
+
 torch = pytest.importorskip("torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
@@ -131,9 +133,7 @@ def test_infinities(center: str) -> None:
 SPOILT = {"queue": float("nan"), "mask": INF, "rotation": complex(0.0, float("nan"))}
 
 
-@pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
-@pytest.mark.parametrize("where", [0, 1], ids=["not the root", "root"])
-@pytest.mark.parametrize("name", SPOILT)
+@pytest.mark.parametrize(("name", "where", "policy"), covering(SPOILT, (0, 1), ("raise", "skip", "ignore")))
 def test_buffers_of_the_root_are_looked_at(name: str, where: int, policy: str) -> None:
     """Rank 1 is the root; at the second exchange the buffer of one rank is not finite."""
 

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
 from hvd_periodic.comm.threads import run  # noqa: E402
+from tests.covering import covering  # noqa: E402
 from tests.helpers import errors  # noqa: E402
 
 ALGORITHMS: dict[str, Callable[[], Any]] = {
@@ -79,8 +80,7 @@ def descend(model: Any, optimizer: Any, rank: int, steps: int = STEPS) -> list[A
     return seen
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "way"), covering(ALGORITHMS, WAYS, together=1))
 def test_pairs_are_exchanged(algorithm: str, way: str) -> None:
     def work(communicator: Any, of_complex: bool) -> Any:
         model = model_of(of_complex)

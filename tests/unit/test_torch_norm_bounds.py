@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.covering import covering
+
 torch = pytest.importorskip("torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
@@ -78,8 +80,7 @@ def on_numpy(communicator: Any, algorithm: str, **options: Any) -> Any:
         return [*seen, x.tolist()]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "way"), covering(ALGORITHMS, WAYS, together=1))
 def test_trajectories_are_those_of_numpy(algorithm: str, way: str) -> None:
     options = WAYS[way]
     numpy_options = {key: value for key, value in options.items() if key != "center_device"}

@@ -18,6 +18,7 @@ from hvd_periodic.torch.outer import TorchOuterOptimizer  # noqa: E402
 from hvd_periodic.vectors.layout import Layout, TensorSpec  # noqa: E402
 from hvd_periodic.vectors.store import FlatStore  # noqa: E402
 from tests.counting import CountsInGroup  # noqa: E402
+from tests.covering import covering  # noqa: E402
 
 PERIOD = 2
 
@@ -132,8 +133,7 @@ def centers(kind: Any, communicator: Any, own: bool, before: int = 0, **options:
     return train(optimizer, of, 6, communicator.rank)
 
 
-@pytest.mark.parametrize("where", EVERYWHERE)
-@pytest.mark.parametrize("kind", COUNTING)
+@pytest.mark.parametrize(("kind", "where"), covering(COUNTING, EVERYWHERE, together=1))
 def test_a_copy_counts_its_own_steps_wherever_the_center_is(kind: Any, where: str) -> None:
     def work(communicator: ThreadCommunicator, own: bool, before: int) -> list[list[float]]:
         return centers(kind, communicator, own, before, **EVERYWHERE[where])

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator, run  # noqa: E402
+from tests.covering import covering  # noqa: E402
 from tests.helpers import errors  # noqa: E402
 
 ALGORITHMS: dict[str, Callable[[], Any]] = {
@@ -78,8 +79,7 @@ def trained(model: Any, optimizer: Any, rank: int, steps: int = STEPS) -> dict[s
     return seen
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "way"), covering(ALGORITHMS, WAYS, together=1))
 def test_the_rest_is_exchanged_as_if_it_were_alone(algorithm: str, way: str) -> None:
     def by_pattern(communicator: ThreadCommunicator) -> Any:
         model, rank = everything(communicator.rank), communicator.rank

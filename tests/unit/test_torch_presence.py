@@ -15,6 +15,7 @@ import hvd_periodic.torch.replica as replica  # noqa: E402
 import tests.unit.test_torch_blocks as blocks  # noqa: E402
 from hvd_periodic.comm.subset import Subset  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator, run  # noqa: E402
+from tests.covering import covering  # noqa: E402
 from tests.presence_oracle import MOMENTUM, RATE, Element, trajectory, uses  # noqa: E402
 
 ALGORITHMS: dict[str, Callable[[], Any]] = {
@@ -89,8 +90,7 @@ def expected(algorithm: str, delay: int = 0) -> list[list[dict[str, list[float]]
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "way"), covering(ALGORITHMS, WAYS, together=1))
 def test_oracle(algorithm: str, way: str) -> None:
     def work(communicator: ThreadCommunicator) -> Any:
         model, rank = Experts(), communicator.rank
@@ -258,8 +258,9 @@ def test_an_explicit_synchronizer() -> None:
     assert run(3, work) == [[pytest.approx(-1.0 - RATE * sum(slopes) / 2)]] * 3
 
 
-@pytest.mark.parametrize("options", blocks.OPTIONS)
-@pytest.mark.parametrize("algorithm", ["averaging", "easgd_rho", "agn", "slowmo"])
+@pytest.mark.parametrize(
+    ("algorithm", "options"), covering(["averaging", "easgd_rho", "agn", "slowmo"], blocks.OPTIONS, together=1)
+)
 def test_blocks_change_nothing(algorithm: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, on two ranks: tensors of several blocks, computed in place where that is possible; 16-bit ones."""
     of_some = {"small": 0, "large": 1, "of_16_bits": 2, "larger": 3}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import covering
 from tests.helpers import errors, run_ranks
 
 torch = pytest.importorskip("torch")
@@ -87,17 +88,23 @@ def both_ways(work: Callable[[Any, Any], Any], ranks: int = 2) -> Any:
     return zip(run_ranks(ranks, lambda c: work(c, POLICIES)), run_ranks(ranks, lambda c: work(c, None)), strict=True)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+LOCAL = [("sgd", True), ("sgd", False), ("momentum", True), ("momentum", False), ("sparse adam", True)]
+"""Local optimizers, and whether gradients are sparse."""
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlap": {"overlap": 1},
+    "fp16": {"overlap": 1, "compression": hvdp.Compression.fp16},
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "sparse"),
-    [("sgd", True), ("sgd", False), ("momentum", True), ("momentum", False), ("sparse adam", True)],
+    ("algorithm", "local", "way"),
+    covering(ALGORITHMS, LOCAL, WAYS, together=1, always=[("diloco", ("sgd", True), "plain")]),
+    ids=str,
 )
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"overlap": 1}, {"overlap": 1, "compression": hvdp.Compression.fp16}],
-    ids=["", "overlap", "fp16"],
-)
-def test_the_dense_exchange_to_the_bit(options: dict[str, Any], kind: str, algorithm: str, sparse: bool) -> None:
+def test_the_dense_exchange_to_the_bit(algorithm: str, local: tuple[str, bool], way: str) -> None:
+    (kind, sparse), options = local, WAYS[way]
+
     def work(communicator: Any, parameters: Any) -> Any:
         model = Words(sparse)
         optimizer = made(model, local_of(kind, model), communicator, algorithm, parameters=parameters, **options)
@@ -109,11 +116,19 @@ def test_the_dense_exchange_to_the_bit(options: dict[str, Any], kind: str, algor
             assert fewer < more
 
 
-@pytest.mark.parametrize("rate", [None, 0.2])
-@pytest.mark.parametrize(("kind", "sparse"), [("sgd", True), ("sgd", False), ("adagrad", False), ("sparse adam", True)])
-@pytest.mark.parametrize("options", [{}, {"overlap": 1}, {"fragments": 2}], ids=["", "overlap", "fragments"])
-def test_elastic_averaging(options: dict[str, Any], kind: str, sparse: bool, rate: float | None) -> None:
+@pytest.mark.parametrize(
+    ("rate", "local", "options"),
+    covering(
+        (None, 0.2),
+        (("sgd", True), ("sgd", False), ("adagrad", False), ("sparse adam", True)),
+        ({}, {"overlap": 1}, {"fragments": 2}),
+        together=1,
+    ),
+    ids=str,
+)
+def test_elastic_averaging(rate: float | None, local: tuple[str, bool], options: dict[str, Any]) -> None:
     """The dense exchange within rounding."""
+    kind, sparse = local
 
     def work(communicator: Any, parameters: Any) -> Any:
         model = Words(sparse, torch.float64)

@@ -120,7 +120,9 @@ def train(communicator: Communicator, name: str, **options: Any) -> tuple[Array,
     return x, center, optimizer.synchronizer.counters
 
 
-@pytest.mark.parametrize(("name", "size", "center"), covering(ALGORITHMS, (1, 2, 3), ("replicated", "root", "sharded")))
+@pytest.mark.parametrize(
+    ("name", "size", "center"), covering(ALGORITHMS, (1, 2, 3), ("replicated", "root", "sharded"), together=1)
+)
 def test_a_rank_is_left_out_as_a_slow_oracle_says(name: str, size: int, center: str) -> None:
     slow = Slow(name, size)
     slow.run()
