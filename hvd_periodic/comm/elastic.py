@@ -51,18 +51,3 @@ class ElasticJob(ABC):
     @abstractmethod
     def run(self, function: Function, state: State, *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``function(state, ...)``, called again with the new ranks after every change."""
-
-
-def run_elastic(function: Function, state: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the result of ``function(state, ...)`` in the job of the state.
-
-    Raises:
-        TypeError: ``state`` is no elastic state of this package.
-    """
-    job = getattr(state, "job", None)
-    if not isinstance(job, ElasticJob):
-        raise TypeError(
-            "A function under hvdp.elastic.run takes an hvdp.elastic.State as its first argument. Received: "
-            f"{type(state).__name__}"
-        )
-    return job.run(function, state, *args, **kwargs)
