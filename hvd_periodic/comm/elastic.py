@@ -20,8 +20,9 @@ class RanksJoinInterrupt(Exception):  # noqa: N818 - nothing has failed.
 class State(Protocol):
     """The state of a worker across changes of the ranks, as it is used here."""
 
-    fingerprint: dict[str, Any]
-    """What has to be equal in all workers of a job, in words by what it is."""
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What has to be equal in all workers of a job, in words by what it is."""
 
     def sync(self) -> None:
         """Resume all ranks from the newest commit that all survivors hold."""

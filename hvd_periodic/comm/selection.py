@@ -140,8 +140,8 @@ class FrontEnd:
         if not rendezvous_asked():
             if min_ranks is not None or max_ranks is not None:
                 raise ValueError(
-                    f"`min_ranks` and `max_ranks` are for jobs at a rendezvous, and {RENDEZVOUS} is not set: set it, or "
-                    "leave them out; elastic Horovod takes the numbers from its launcher, "
+                    f"`min_ranks` and `max_ranks` are for jobs at a rendezvous, and {RENDEZVOUS} is not set: set it, "
+                    "or leave them out; elastic Horovod takes the numbers from its launcher, "
                     "horovodrun --min-np 2 --max-np 8"
                 )
             return ElasticHorovod(self.horovod_modules[0])
