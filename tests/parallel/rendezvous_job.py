@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, environment, python
-from tests.parallel.rendezvous_scenarios import EVENTS, HANGING, KERAS, SCENARIOS
+from tests.parallel.rendezvous_scenarios import EVENTS, HANGING, KERAS, KERAS_COMPILED, SCENARIOS
 
 
 class Job:
@@ -30,7 +30,7 @@ class Job:
 
     def __init__(self, name: str, folder: Path, rendezvous: str, most: int | None = None) -> None:
         self.name, self.folder, self._rendezvous = name, folder, rendezvous
-        self.scenario = (SCENARIOS | HANGING | KERAS | EVENTS)[name]
+        self.scenario = (SCENARIOS | HANGING | KERAS | KERAS_COMPILED | EVENTS)[name]
         self._most = most or self.scenario.workers
         self.processes: list[subprocess.Popen[bytes]] = []
 

@@ -23,7 +23,7 @@ import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from tests.parallel.elastic_events import begin, end  # noqa: E402
 from tests.parallel.elastic_keras_model import half_square, point_and_mean  # noqa: E402
 from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, target  # noqa: E402
-from tests.parallel.rendezvous_scenarios import KERAS, Scenario  # noqa: E402
+from tests.parallel.rendezvous_scenarios import KERAS, KERAS_COMPILED, Scenario  # noqa: E402
 from tests.parallel.rendezvous_worker import arrive, happen  # noqa: E402
 
 
@@ -31,9 +31,9 @@ def main(scenario: Scenario, number: int) -> None:
     """Train."""
     keras.config.set_floatx("float64")
     model, mean = point_and_mean()
-    algorithm = {"averaging": hvdp.Averaging, "diloco": hvdp.DiLoCo, "easgd": hvdp.EASGD}[scenario.algorithm]
+    algorithms = {"averaging": hvdp.Averaging, "diloco": hvdp.DiLoCo, "easgd": hvdp.EASGD, "agn": hvdp.AGN}
     local = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
-    optimizer = hvdp.PeriodicOptimizer(local, model, algorithm(), PERIOD, center=scenario.center)
+    optimizer = hvdp.PeriodicOptimizer(local, model, algorithms[scenario.algorithm](), PERIOD, center=scenario.center)
     model.compile(optimizer, loss=half_square, jit_compile=False)
     state = hvdp.elastic.State(model, commit="exchange", batch=0)
 
@@ -82,4 +82,4 @@ def main(scenario: Scenario, number: int) -> None:
 
 
 if __name__ == "__main__":
-    main(KERAS[sys.argv[1]], int(sys.argv[3]))
+    main((KERAS | KERAS_COMPILED)[sys.argv[1]], int(sys.argv[3]))

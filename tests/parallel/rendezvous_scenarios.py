@@ -70,9 +70,14 @@ HANGING = {
 KERAS = {
     "averaging, in fit": Scenario("averaging", loop="fit"),
     "diloco, in an eager loop": Scenario("diloco", workers=2, wait_size=1, loop="eager"),
-    "easgd in shards, in compiled steps": Scenario("easgd", "sharded", loop="compiled"),
 }
 """Jobs of Keras."""
+
+KERAS_COMPILED = {
+    "easgd, in shards": Scenario("easgd", "sharded", workers=2, wait_size=1, loop="compiled"),
+    "agn, stopped": Scenario("agn", what="stop", workers=2, wait_size=1, loop="compiled"),
+}
+"""Jobs of Keras, in compiled steps of a loop."""
 
 EVENTS = {
     "easgd, replicated, in flight": Scenario("easgd", overlap=2, what="events", lost=5),

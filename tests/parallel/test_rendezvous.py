@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import PATIENCE
 from tests.parallel.elastic_scenarios import expected
 from tests.parallel.rendezvous_job import Job, numbered, rendezvous
-from tests.parallel.rendezvous_scenarios import HANGING, KERAS, SCENARIOS
+from tests.parallel.rendezvous_scenarios import HANGING, KERAS, KERAS_COMPILED, SCENARIOS
 
 pytest.importorskip("torch")
 
@@ -84,6 +84,13 @@ def of_keras(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scr
     yield from run(KERAS, tmp_path_factory)
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ScriptedJob]]:
+    """Run the scenarios of Keras in compiled steps of a loop."""
+    pytest.importorskip("tensorflow")
+    yield from run(KERAS_COMPILED, tmp_path_factory)
+
+
 ENDS = {"kill": [-9], "hang": [1], "raise": [0], "stop": []}
 """Exit codes of processes besides those that train to the end."""
 
@@ -117,6 +124,13 @@ def test_a_killed_worker_is_replaced(jobs: dict[str, ScriptedJob], name: str) ->
 def test_a_killed_worker_is_replaced_in_keras(of_keras: dict[str, ScriptedJob], name: str) -> None:
     """Likewise; in compiled and eager steps, with the local optimizer of another worker."""
     is_replaced(of_keras[name])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", KERAS_COMPILED)
+def test_compiled_steps_stay_valid(compiled: dict[str, ScriptedJob], name: str) -> None:
+    """With the center in shards, which get other variables; and in a worker that was excluded and joins again."""
+    (joins_again if compiled[name].scenario.what == "stop" else is_replaced)(compiled[name])
 
 
 def is_replaced(job: ScriptedJob) -> None:

@@ -220,7 +220,7 @@ def test_training_outside_of_run() -> None:
     model = network()
     made = hvdp.PeriodicOptimizer(keras.optimizers.SGD(0.1), model, hvdp.EASGD, 2, root_rank=1)
     state = hvdp.elastic.State(model, made, commit="exchange", min_ranks=2)
-    assert state.fingerprint["`optimizer`: the algorithm"] .startswith("EASGD(")
+    assert state.fingerprint["`optimizer`: the algorithm"].startswith("EASGD(")
     message = "this process has not joined the other ranks: put model and optimizer into"
     with pytest.raises(RuntimeError, match=message):
         made.apply([tf.ones(variable.shape) for variable in model.trainable_variables])
@@ -259,3 +259,22 @@ def test_the_longest_wait_holds_for_all_ranks_that_come() -> None:
         ranks.tracker = CollectiveTracker(name, 0, [0])
         made.synchronizer.join(ranks, 0, name)
         assert ranks.tracker.timeout == 7.0
+
+
+@pytest.mark.parametrize("center", ["replicated", "root"])
+def test_an_optimizer_that_was_loaded_at_a_rendezvous(
+    center: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    pytest.importorskip("torch")
+    model = network()
+    model.compile(optimizer(model, center=center), jit_compile=False)
+    model.save(tmp_path / "model.keras")
+    monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
+    if center == "replicated":
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        loaded.optimizer.attach(loaded)
+        assert hvdp.elastic.State(loaded).optimizer is loaded.optimizer
+        return
+    with pytest.raises(RuntimeError, match="the ranks of an elastic job are not known before it has begun"):
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        loaded.optimizer.attach(loaded)
