@@ -147,7 +147,7 @@ class FrontEnd:
             return ElasticHorovod(self.horovod_modules[0])
         if find_spec("torch") is None:
             raise ImportError(
-                f"{RENDEZVOUS} is set, and PyTorch is not installed, over whose torch.distributed ranks exchange then: "
+                f"{RENDEZVOUS} is set, so that ranks exchange over torch.distributed, but PyTorch is not installed: "
                 "pip install torch"
             )
         settings = RendezvousSettings.of_environment(min_ranks, max_ranks)
