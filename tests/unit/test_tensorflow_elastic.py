@@ -237,9 +237,7 @@ def test_a_set_of_ranks_at_a_rendezvous() -> None:
 @pytest.mark.usefixtures("at_rendezvous")
 def test_a_rendezvous_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "find_spec", lambda name: None)
-    with pytest.raises(
-        ImportError, match="so that ranks exchange over torch.distributed, but PyTorch is not installed"
-    ):
+    with pytest.raises(ImportError, match="but PyTorch is not installed: pip install torch"):
         hvdp.elastic.State(network())
 
 
