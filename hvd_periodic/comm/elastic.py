@@ -20,8 +20,9 @@ class RanksJoinInterrupt(Exception):  # noqa: N818 - nothing has failed.
 class State(Protocol):
     """The state of a worker across changes of the ranks, as it is used here."""
 
-    fingerprint: dict[str, Any]
-    """What has to be equal in all workers of a job, in words by what it is."""
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What has to be equal in all workers of a job, in words by what it is."""
 
     def sync(self) -> None:
         """Resume all ranks from the newest commit that all survivors hold."""
@@ -51,18 +52,3 @@ class ElasticJob(ABC):
     @abstractmethod
     def run(self, function: Function, state: State, *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``function(state, ...)``, called again with the new ranks after every change."""
-
-
-def run_elastic(function: Function, state: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the result of ``function(state, ...)`` in the job of the state.
-
-    Raises:
-        TypeError: ``state`` is no elastic state of this package.
-    """
-    job = getattr(state, "job", None)
-    if not isinstance(job, ElasticJob):
-        raise TypeError(
-            "A function under hvdp.elastic.run takes an hvdp.elastic.State as its first argument. Received: "
-            f"{type(state).__name__}"
-        )
-    return job.run(function, state, *args, **kwargs)

@@ -234,8 +234,7 @@ class ElasticHorovod(ElasticJob):
         except RuntimeError as error:
             raise ImportError(
                 f"Without HVD_PERIODIC_RENDEZVOUS, elastic states are for elastic Horovod, and {error}. To train "
-                "elastically without Horovod, in PyTorch, set HVD_PERIODIC_RENDEZVOUS to the host:port of an hvdp "
-                "rendezvous"
+                "elastically without Horovod, set HVD_PERIODIC_RENDEZVOUS to the host:port of an hvdp rendezvous"
             ) from error
         self._framework, self._seen = framework, 0.0
 

@@ -133,6 +133,8 @@ class AwaitedRanks(LocalCommunicator):
 
     description = "the ranks of a rendezvous"
     elastic = True
+    sums = frozenset({"f2"})
+    """Those of torch.distributed over Gloo."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,11 +12,12 @@ from inspect import isfunction
 from typing import Any
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.horovod import horovod_module, register
+from hvd_periodic.comm.elastic import ElasticJob
+from hvd_periodic.comm.horovod import ElasticHorovod, horovod_module, register
 from hvd_periodic.comm.local import only_rank, started_alone, started_by_mpi
 from hvd_periodic.comm.mpi import group_of_ranks, is_started, world_numbering
 from hvd_periodic.comm.rendezvous_settings import VARIABLE as RENDEZVOUS
-from hvd_periodic.comm.rendezvous_settings import AwaitedRanks, rendezvous_asked
+from hvd_periodic.comm.rendezvous_settings import AwaitedRanks, RendezvousSettings, rendezvous_asked
 from hvd_periodic.comm.subset import Subset
 
 VARIABLE = "HVD_PERIODIC_COMM"
@@ -124,12 +125,42 @@ class FrontEnd:
             return communicator, group_of_ranks
         return communicator, lambda ranks: register(self.horovod(), ranks)
 
+    def elastic_job(self, min_ranks: int | None, max_ranks: int | None) -> ElasticJob:
+        """Return what decides which processes take part: the rendezvous that the environment names, or Horovod.
+
+        Args:
+            min_ranks: number of ranks below which nobody trains, if the environment does not say it.
+            max_ranks: number of ranks above which workers wait, likewise.
+
+        Raises:
+            TypeError: a number of ranks is no int.
+            ValueError: settings of the rendezvous are invalid; or numbers of ranks are given without one.
+            ImportError: the library of the job is not installed.
+        """
+        if not rendezvous_asked():
+            if min_ranks is not None or max_ranks is not None:
+                raise ValueError(
+                    f"`min_ranks` and `max_ranks` are for jobs at a rendezvous, and {RENDEZVOUS} is not set: set it, "
+                    "or leave them out; elastic Horovod takes the numbers from its launcher, "
+                    "horovodrun --min-np 2 --max-np 8"
+                )
+            return ElasticHorovod(self.horovod_modules[0])
+        if find_spec("torch") is None:
+            raise ImportError(
+                f"{RENDEZVOUS} is set, so that ranks exchange over torch.distributed, but PyTorch is not installed: "
+                "pip install torch"
+            )
+        settings = RendezvousSettings.of_environment(min_ranks, max_ranks)
+        from hvd_periodic.comm.torch_rendezvous import TorchRendezvous
+
+        return TorchRendezvous(settings)
+
     def _at_rendezvous(self, process_set: Any) -> Communicator:
         """Return the ranks that a rendezvous has brought together, or will."""
         if not self.elastic_over_torch:
             raise RuntimeError(
-                f"{RENDEZVOUS} is set, and only hvd_periodic.torch trains in elastic jobs over torch.distributed: "
-                "unset it, or train with PyTorch"
+                f"{RENDEZVOUS} is set, and only hvd_periodic.torch and hvd_periodic.tensorflow train in elastic jobs "
+                "over torch.distributed: unset it, or train with PyTorch, or with Keras on TensorFlow"
             )
         if process_set is not None:
             raise ValueError(

@@ -81,7 +81,7 @@ class TorchRendezvous(ElasticJob):
 
         Raises:
             RuntimeError: the job is over; or it fails in the same way again and again.
-            ValueError, ConnectionError, TimeoutError: as :func:`hvd_periodic.torch.elastic.run`.
+            ValueError, ConnectionError, TimeoutError: as :func:`hvd_periodic.elastic.state.run`.
         """
         set_up()
         self._connect(state)

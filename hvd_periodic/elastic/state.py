@@ -1,17 +1,67 @@
-"""The part of an elastic state that all front ends share."""
+"""The part of an elastic state that all front ends share, and what runs a function with it."""
 
 from __future__ import annotations
 
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, TypeVar
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.elastic import ElasticJob
 from hvd_periodic.elastic.commits import Commits, Committable, Objects
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.version import __version__
+
+T = TypeVar("T")
+
+
+def run(function: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that trains in a job whose ranks change; use it as a decorator.
+
+    The function gets the state as its first argument. It is called again after every change of the ranks, with the
+    state of the newest commit, and so begins where that commit was made. The ranks are those that
+    ``HVD_PERIODIC_RENDEZVOUS`` brings together, over torch.distributed; without it, those of elastic Horovod.
+
+    With a rendezvous, the first call takes part in the job: construct the model, the optimizer and the state before it.
+    When the function returns on all ranks, the job is over, and no other process can join it.
+
+    Raises:
+        TypeError: the first argument is not a ``State``.
+        ValueError: the settings are invalid; or the other workers have another model, algorithm or version of this
+            package, or another secret. The others go on.
+        ConnectionError: the rendezvous cannot be reached.
+        TimeoutError: fewer workers than the minimum have come.
+        RuntimeError: the job is over.
+
+    Example::
+
+        @hvdp.elastic.run
+        def train(state):
+            for state.epoch in range(state.epoch, epochs):
+                ...
+
+        train(hvdp.elastic.State(model, optimizer, commit="exchange", epoch=0))
+    """
+
+    @wraps(function)
+    def wrapper(state: Any, *args: Any, **kwargs: Any) -> T:
+        if not isinstance(state, CommittedState):
+            raise TypeError(
+                "A function under hvdp.elastic.run takes an hvdp.elastic.State as its first argument. Received: "
+                f"{type(state).__name__}"
+            )
+
+        def train(state: CommittedState, *args: Any, **kwargs: Any) -> T:
+            with state.original_errors():
+                return function(state, *args, **kwargs)
+
+        found: T = state.job.run(train, state, *args, **kwargs)
+        return found
+
+    return wrapper
 
 
 class CommittedState(ABC):
@@ -117,6 +167,10 @@ class CommittedState(ABC):
         for name, kept in self._all_kept().items():
             found |= {f"`{name}`: {what}": value for what, value in kept.fingerprint.items()}
         return found
+
+    def original_errors(self) -> AbstractContextManager[None]:
+        """Return a block in which errors of exchanges are raised as they were, whatever a framework makes of them."""
+        return nullcontext()
 
     def _call_back(self) -> None:
         for callback in self._due:

@@ -69,7 +69,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import ``elastic`` on first access, since it needs Horovod."""
+    """Import ``elastic`` on first access, as most scripts do not need it."""
     if name == "elastic":
         return importlib.import_module("hvd_periodic.tensorflow.elastic")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,10 +14,12 @@ import tensorflow as tf
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.mpi import MPICommunicator
+from hvd_periodic.comm.rendezvous_settings import rendezvous_asked
 from hvd_periodic.comm.selection import FrontEnd
 from hvd_periodic.comm.staging import Staged
 from hvd_periodic.tensorflow.host import several_threads
 from hvd_periodic.tensorflow.host_values import TensorFlowMemory, as_array, as_tensor
+from hvd_periodic.tensorflow.hosted import keeping_errors
 from hvd_periodic.tensorflow.private import eager
 
 _HEEDED = ("HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast")
@@ -209,17 +211,22 @@ FRONT_END = FrontEnd(
     over_horovod=lambda process_set, _: TensorFlowCommunicator(process_set),
     over_torch=_over_torch,
     over_mpi=TensorFlowOverMPI.over,
+    elastic_over_torch=True,
 )
 communicator_of = FRONT_END.communicator_of
 
 
 def as_elastic_jobs_heed(run: Callable[[], object]) -> Callable[[], None]:
-    """Return a wrapper of Python code in a compiled step of an elastic job, for errors that hvd.elastic.run handles.
+    """Return a wrapper of Python code in a compiled step of an elastic job, for errors that its ``run`` handles.
+
+    At a rendezvous, hvdp.elastic.run raises the original errors, which it keeps.
 
     hvd.elastic.run interprets a TensorFlow error that names a collective as a lost rank, and restarts. It ignores other
     ``UnknownError``s, which most Python errors become, so that the job would end as if it were complete. The wrapper
     therefore raises those as ValueErrors.
     """
+    if rendezvous_asked():
+        return keeping_errors(run)
     from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
     def call() -> None:

@@ -1,10 +1,10 @@
-"""Elastic training: the state that ``hvd.elastic.run`` keeps while ranks join and leave."""
+"""Elastic training: the state that is kept while ranks join and leave."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import keras
@@ -15,10 +15,11 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import ElasticHorovod
 from hvd_periodic.elastic.commits import Committable, CommittableOptimizer
 from hvd_periodic.elastic.shards import FullCenter
-from hvd_periodic.elastic.state import CommittedState, refuse_fixed
+from hvd_periodic.elastic.state import CommittedState, refuse_fixed, run
 from hvd_periodic.tensorflow.center_optimizer import is_scheduled
-from hvd_periodic.tensorflow.communicator import communicator_of
+from hvd_periodic.tensorflow.communicator import FRONT_END, communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.hosted import original_errors
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer, levels_of
 from hvd_periodic.tensorflow.resharding import first_outer, require_divisible, resharded
@@ -26,9 +27,11 @@ from hvd_periodic.tensorflow.settings import innermost
 from hvd_periodic.tensorflow.stage import Stage
 from hvd_periodic.tensorflow.synchronizer import Synchronizer
 
+__all__ = ["State", "run"]
+
 
 class State(CommittedState):
-    """State of an elastic job, in place of ``hvd.elastic.KerasState`` and ``TensorFlowKerasState``.
+    """State of a job whose ranks change; under elastic Horovod, use it in place of ``hvd.elastic.KerasState``.
 
     When a rank is lost, its steps since its last commit are lost with it, but nothing of the center. The other ranks
     return to the newest commit that all of them hold, each with its own replica. A joining rank starts from the center,
@@ -47,7 +50,7 @@ class State(CommittedState):
             model.fit(dataset, epochs=30 - state.epoch, callbacks=[hvd.elastic.UpdateEpochStateCallback(state)])
 
         model.compile(hvdp.ElasticAverageOptimizer(optimizer, model, 10), loss="mse", jit_compile=False)
-        hvd.elastic.run(train)(State(model, commit="exchange", epoch=0))
+        hvdp.elastic.run(train)(State(model, commit="exchange", epoch=0))
 
     Args:
         model: a built model.
@@ -55,16 +58,22 @@ class State(CommittedState):
             a function; or any other optimizer, as in Horovod. Default: the optimizer with which the model is compiled.
         commit: ``"call"`` commits only when :meth:`commit` is called, the same number of times on all ranks;
             ``"exchange"`` also after every exchange of the first optimizer of this package, until a rank has finished.
+        min_ranks: number of ranks below which nobody trains; for a rendezvous, as ``HVD_PERIODIC_RANKS``. Default: as
+            there, else 1.
+        max_ranks: number of ranks above which further workers wait until one leaves. Default: as there, else no limit.
         more: further state, available as attributes: models, optimizers, variables, synchronizers of this package,
             objects with ``state_dict()`` and ``load_state_dict()``, and plain objects, which all ranks take from one.
 
     Raises:
+        TypeError: ``min_ranks`` or ``max_ranks`` is no int.
         ValueError: the model is not built; or the ranks of an optimizer cannot change, because it is asynchronous,
             wraps an ``hvd.DistributedOptimizer``, has a process set, or has ``center="sharded"`` with a center
-            optimizer whose state per variable differs from it in shape.
+            optimizer whose state per variable differs from it in shape; the environment has invalid settings of a
+            rendezvous, or other numbers of ranks than the arguments; or these are given without a rendezvous.
+        ImportError: there is neither a rendezvous nor Horovod; or a rendezvous and no PyTorch.
 
     References:
-        Horovod's documentation, "Elastic Horovod".
+        Horovod's documentation, "Elastic Horovod". PyTorch's documentation, "Rendezvous".
     """
 
     def __init__(
@@ -73,6 +82,8 @@ class State(CommittedState):
         optimizer: keras.optimizers.Optimizer | None = None,
         *,
         commit: Literal["call", "exchange"] = "call",
+        min_ranks: int | None = None,
+        max_ranks: int | None = None,
         **more: Any,
     ) -> None:
         if commit not in ("call", "exchange"):
@@ -91,7 +102,7 @@ class State(CommittedState):
                     refuse_fixed(name, kept.synchronizer, averages)
         for each in self._exchanging().values():
             require_divisible(each.synchronizer)
-        super().__init__(self._tracked, objects, ElasticHorovod("horovod.tensorflow"))
+        super().__init__(self._tracked, objects, FRONT_END.elastic_job(min_ranks, max_ranks))
         if commit == "exchange":
             if not self._exchanging():
                 raise ValueError("commit='exchange' needs an optimizer of hvd_periodic.tensorflow. Received none")
@@ -103,18 +114,34 @@ class State(CommittedState):
 
     def sync(self) -> None:
         """Resume all ranks from the newest commit that all survivors hold, as in :class:`CommittedState`."""
-        with _lost_ranks():
+        with self._lost_ranks():
             super().sync()
 
     def commit(self) -> None:
-        """Commit everything; then restart all ranks if hosts were added or removed."""
-        with _lost_ranks():
+        """Commit everything; then interrupt training on all ranks if these are about to change."""
+        with self._lost_ranks():
             super().commit()
 
     def check_host_updates(self) -> None:
-        """Interrupt training on all ranks if hosts were added or removed, as in :class:`CommittedState`."""
-        with _lost_ranks():
+        """Interrupt training on all ranks if these are about to change, as in :class:`CommittedState`."""
+        with self._lost_ranks():
             super().check_host_updates()
+
+    def original_errors(self) -> AbstractContextManager[None]:
+        """Return a block in which errors of exchanges in compiled steps have their type."""
+        return original_errors()
+
+    @contextmanager
+    def _lost_ranks(self) -> Iterator[None]:
+        """Raise failures of Horovod's collectives as the error that its ``run`` handles."""
+        try:
+            yield
+        except tf.errors.UnknownError as error:
+            if not isinstance(self.job, ElasticHorovod):
+                raise
+            from horovod.common.exceptions import HorovodInternalError
+
+            raise HorovodInternalError(str(error)) from error
 
     def _commit_after_exchanges(self, synchronizer: VariableSynchronizer) -> None:
         """Commit after every exchange until a rank has finished, since it would not take part in the commit."""
@@ -330,14 +357,3 @@ def _built(model: keras.Model, optimizer: Any) -> Any:
     if found is not None and not found.built:
         found.build(model.trainable_variables)
     return found
-
-
-@contextmanager
-def _lost_ranks() -> Iterator[None]:
-    """Raise failures of collectives as the error that hvd.elastic.run handles."""
-    try:
-        yield
-    except tf.errors.UnknownError as error:
-        from horovod.common.exceptions import HorovodInternalError
-
-        raise HorovodInternalError(str(error)) from error

@@ -16,7 +16,7 @@ from hvd_periodic.sync.adoption import Successor
 from hvd_periodic.sync.handshake import Weight
 from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.sync.synchronizer import Exchangers, ReplicaSynchronizer
-from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, as_elastic_jobs_heed
+from hvd_periodic.tensorflow.communicator import as_elastic_jobs_heed, communicator_of
 from hvd_periodic.tensorflow.host import in_session, outside
 from hvd_periodic.tensorflow.hosted import hosted
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
@@ -104,6 +104,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     def join(self, communicator: Communicator, root: int, name: str) -> None:
         """Join these ranks in place of the previous ones, under this prefix of names; does not communicate."""
+        communicator.tracker.limit(self.membership.communicator.tracker.timeout)
         self.membership.join(communicator, root, name)
         self.exchanger.join()
         self.on_joined()
@@ -127,7 +128,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         return list({id(variable): variable for variable in found}.values())
 
     def rejoin(self, name: str) -> None:
-        """Join Horovod's present ranks, keeping the present variables; does not communicate.
+        """Join the present ranks of an elastic job, keeping the present variables; does not communicate.
 
         Compiled steps remain valid: Python runs their exchanges, with the present variables. If this rank now holds
         another shard of the center, the shard gets new variables, which are zeros until their values are set, unless a
@@ -136,7 +137,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         Raises:
             ValueError: hyper-parameters that are invalid for this number of ranks.
         """
-        communicator = self.membership.communicator.rebuild(TensorFlowCommunicator())
+        communicator = self.membership.communicator.rebuild(communicator_of(None))
         self.algorithm.check(communicator.size)
         loaded, checkpoint = self.checkpoint.state, self.checkpoint
         cut_for_others = not self.begun and checkpoint.has_loaded() and loaded is None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -89,6 +90,41 @@ def on_arrays(
         return [np.array(changed, bool), *after]
 
     return call
+
+
+_kept: list[Exception] = []
+"""The newest error of Python code that :func:`keeping_errors` has wrapped."""
+
+
+def keeping_errors(run: Callable[[], object]) -> Callable[[], None]:
+    """Return Python code of a graph whose errors :func:`original_errors` raises as they were."""
+
+    def call() -> None:
+        try:
+            run()
+        except Exception as error:
+            _kept[:] = [error]
+            raise
+
+    return call
+
+
+@contextmanager
+def original_errors() -> Iterator[None]:
+    """Raise errors of Python code in graphs as they were, with their type, inside the ``with`` block.
+
+    TensorFlow makes a ``tf.errors.OpError`` of them, which only cites them.
+    """
+    _kept.clear()
+    try:
+        yield
+    except tf.errors.OpError as error:
+        for original in _kept:
+            if type(original).__name__ in str(error):
+                raise original from error
+        raise
+    finally:
+        _kept.clear()
 
 
 def is_in_host_memory(variable: Any) -> bool:

@@ -55,7 +55,7 @@ class _OptimizerSynchronizer(VariableSynchronizer):
         self._lifecycle.on_joined()
 
     def rejoin(self, name: str) -> None:
-        """Join Horovod's present ranks; these start without the optimizer."""
+        """Join the present ranks of an elastic job; these start without the optimizer."""
         super().rejoin(name)
         self._lifecycle.optimizer.stage = Stage.OPEN
 

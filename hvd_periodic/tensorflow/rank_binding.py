@@ -11,6 +11,7 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.local import LocalCommunicator
 from hvd_periodic.comm.mpi import MPICommunicator
+from hvd_periodic.comm.rendezvous_settings import AwaitedRanks
 from hvd_periodic.ranks import named
 from hvd_periodic.tensorflow.communicator import FRONT_END, TensorFlowCommunicator, communicator_of
 from hvd_periodic.tensorflow.gradient_averaging import GradientAverage, is_distributed
@@ -121,10 +122,13 @@ class RankBinding:
         """Return :meth:`ranks`, on which this rank's part of a loaded optimizer's state depends.
 
         Raises:
-            RuntimeError: Horovod is not initialized, or does not have these ranks yet.
+            RuntimeError: Horovod is not initialized, or does not have these ranks yet; or a rendezvous has not.
         """
         try:
-            return self.ranks()
+            ranks = self.ranks()
+            if self.loaded and isinstance(ranks, AwaitedRanks):
+                raise RuntimeError("the ranks of an elastic job are not known before it has begun")
+            return ranks
         except RuntimeError as error:
             if not self.loaded:
                 raise

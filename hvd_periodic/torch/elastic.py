@@ -1,24 +1,19 @@
-"""Elastic training: the state that is kept while ranks join and leave, and what runs a function with it."""
+"""Elastic training: the state that is kept while ranks join and leave."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from functools import wraps
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.elastic import ElasticJob, run_elastic
-from hvd_periodic.comm.horovod import ElasticHorovod
-from hvd_periodic.comm.rendezvous_settings import VARIABLE as RENDEZVOUS
-from hvd_periodic.comm.rendezvous_settings import RendezvousSettings, rendezvous_asked
 from hvd_periodic.elastic.commits import Committable, CommittableOptimizer
 from hvd_periodic.elastic.shards import FullCenter, Share
-from hvd_periodic.elastic.state import CommittedState, refuse_fixed
+from hvd_periodic.elastic.state import CommittedState, refuse_fixed, run
 from hvd_periodic.torch.checkpoints import has_state
-from hvd_periodic.torch.communicator import communicator_of
+from hvd_periodic.torch.communicator import FRONT_END, communicator_of
 from hvd_periodic.torch.copies import settings_of
 from hvd_periodic.torch.gradient_averaging import innermost
 from hvd_periodic.torch.neutral import neutrally
@@ -29,44 +24,6 @@ from hvd_periodic.torch.saved import map_tensors
 from hvd_periodic.torch.synchronizer import Synchronizer
 
 __all__ = ["ElasticSampler", "State", "run"]
-
-T = TypeVar("T")
-
-
-def run(function: Callable[..., T]) -> Callable[..., T]:
-    """Return a function that trains in a job whose ranks change; use it as a decorator.
-
-    The function gets the state as its first argument. It is called again after every change of the ranks, with the
-    state of the newest commit, and so begins where that commit was made. The ranks are those that
-    ``HVD_PERIODIC_RENDEZVOUS`` brings together, over torch.distributed; without it, those of elastic Horovod.
-
-    With a rendezvous, the first call takes part in the job: construct the model, the optimizer and the state before it.
-    When the function returns on all ranks, the job is over, and no other process can join it.
-
-    Raises:
-        TypeError: the first argument is not a :class:`State`.
-        ValueError: the settings are invalid; or the other workers have another model, algorithm or version of this
-            package, or another secret. The others go on.
-        ConnectionError: the rendezvous cannot be reached.
-        TimeoutError: fewer workers than the minimum have come.
-        RuntimeError: the job is over.
-
-    Example::
-
-        @hvdp.elastic.run
-        def train(state):
-            for state.epoch in range(state.epoch, epochs):
-                ...
-
-        train(hvdp.elastic.State(model, optimizer, commit="exchange", epoch=0))
-    """
-
-    @wraps(function)
-    def wrapper(state: Any, *args: Any, **kwargs: Any) -> T:
-        found: T = run_elastic(function, state, args, kwargs)
-        return found
-
-    return wrapper
 
 
 class State(CommittedState):
@@ -137,7 +94,7 @@ class State(CommittedState):
         for name, periodic in self._periodic().items():
             for level in levels_of(periodic):
                 refuse_fixed(name, level.synchronizer, level.synchronizer.gradient_group is not None)
-        super().__init__(self._tracked, objects, _job(min_ranks, max_ranks))
+        super().__init__(self._tracked, objects, FRONT_END.elastic_job(min_ranks, max_ranks))
         if commit == "exchange":
             if not self._periodic():
                 raise ValueError("commit='exchange' needs an optimizer of hvd_periodic.torch. Received none")
@@ -295,20 +252,6 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
     def rejoin(self, name: str) -> None:
         """Reconstruct the optimizer for the current ranks."""
         self.value.rejoin(name)
-
-
-def _job(min_ranks: int | None, max_ranks: int | None) -> ElasticJob:
-    """Return what decides which processes take part: the rendezvous that the environment names, or elastic Horovod."""
-    if rendezvous_asked():
-        from hvd_periodic.comm.torch_rendezvous import TorchRendezvous
-
-        return TorchRendezvous(RendezvousSettings.of_environment(min_ranks, max_ranks))
-    if min_ranks is not None or max_ranks is not None:
-        raise ValueError(
-            f"`min_ranks` and `max_ranks` are for jobs at a rendezvous, and {RENDEZVOUS} is not set: set it, or leave "
-            "them out; elastic Horovod takes the numbers from its launcher, horovodrun --min-np 2 --max-np 8"
-        )
-    return ElasticHorovod("horovod.torch")
 
 
 def _of_rank(value: Any, rank: int = 0) -> Any:

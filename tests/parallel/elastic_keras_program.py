@@ -23,23 +23,7 @@ from hvd_periodic.tensorflow import elastic
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from tests.parallel import elastic_scenarios as scenarios
 from tests.parallel.elastic_events import begin, end, happen
-
-
-class Point(keras.layers.Layer):
-    """Returns its weights, whatever it is given."""
-
-    def build(self, shape: Any) -> None:
-        """Make them."""
-        self.x = self.add_weight(shape=(scenarios.SIZE,), initializer="zeros", name="x")
-
-    def call(self, inputs: Any) -> Any:
-        """Return them."""
-        return self.x + 0 * inputs
-
-
-def half_square(targets: Any, points: Any) -> Any:
-    """Return a loss whose gradient is the distance."""
-    return 0.5 * keras.ops.sum((points - targets) ** 2)
+from tests.parallel.elastic_keras_model import half_square, point_and_mean
 
 
 def main(scenario: scenarios.Scenario) -> None:
@@ -48,9 +32,7 @@ def main(scenario: scenarios.Scenario) -> None:
     hvd.init()
     if scenario.collectives:
         HorovodCommunicator.piggyback_limit_bytes = 0
-    inputs = keras.Input((scenarios.SIZE,))
-    mean = keras.layers.BatchNormalization(momentum=0.5, center=False, scale=False)
-    model = keras.Model(inputs, Point()(inputs) + 0 * mean(inputs))
+    model, mean = point_and_mean()
     local = keras.optimizers.SGD(scenarios.RATE, momentum=scenarios.MOMENTUM)
     algorithms = {"easgd": hvdp.EASGD, "averaging": hvdp.Averaging, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
     algorithm, note = algorithms[scenario.algorithm](), tf.Variable(0)

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, environment, python
-from tests.parallel.rendezvous_scenarios import EVENTS, HANGING, SCENARIOS
+from tests.parallel.rendezvous_scenarios import EVENTS, HANGING, KERAS, KERAS_COMPILED, SCENARIOS
 
 
 class Job:
@@ -30,7 +30,7 @@ class Job:
 
     def __init__(self, name: str, folder: Path, rendezvous: str, most: int | None = None) -> None:
         self.name, self.folder, self._rendezvous = name, folder, rendezvous
-        self.scenario = (SCENARIOS | HANGING | EVENTS)[name]
+        self.scenario = (SCENARIOS | HANGING | KERAS | KERAS_COMPILED | EVENTS)[name]
         self._most = most or self.scenario.workers
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -44,10 +44,14 @@ class Job:
             "HVD_PERIODIC_LOST_SECONDS": f"{self.scenario.lost}",
             "HVD_PERIODIC_JOIN_SECONDS": f"{60 * PATIENCE}",
         }
-        program = ["-m", "tests.parallel.rendezvous_program", self.name, str(self.folder), str(number)]
+        of_keras = bool(self.scenario.loop)
+        program = "tests.parallel.rendezvous_keras_program" if of_keras else "tests.parallel.rendezvous_program"
         with (self.folder / f"output.{number}").open("wb") as output:
             process = subprocess.Popen(
-                [*python("torch alone"), *program],
+                [
+                    *python("tensorflow" if of_keras else "torch alone"),
+                    *("-m", program, self.name, str(self.folder), str(number)),
+                ],
                 env=environment() | settings,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,

@@ -8,8 +8,6 @@ at the end everybody writes what it has.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -19,13 +17,10 @@ import torch
 import torch.distributed as dist
 
 import hvd_periodic.torch as hvdp
-from tests.parallel.elastic_events import FOLDER, begin, die, end, once
+from tests.parallel.elastic_events import FOLDER, begin, end
 from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, SIZE, target
 from tests.parallel.rendezvous_scenarios import EVENTS, FIXED, HANGING, SCENARIOS, Scenario, read_file, replace_file
-
-
-class UserError(Exception):
-    """An error of the user's function."""
+from tests.parallel.rendezvous_worker import UserError, arrive, happen, wait_for_the_others
 
 
 class State(hvdp.elastic.State):
@@ -60,39 +55,6 @@ def target_of(scenario: Scenario, step: int) -> Sequence[torch.Tensor]:
     return torch.tensor(values, dtype=torch.float64).split(SIZE // 2)
 
 
-def happen(scenario: Scenario, step: int, state: Any) -> None:
-    """Let happen to this process what is to happen before a step."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    happened = (FOLDER / "victim").exists()
-    if step == scenario.step and size == scenario.workers and rank == size - 1 and once("victim"):
-        (FOLDER / "victim").write_text(str(os.getpid()))
-        befall(scenario.what)
-    late = (
-        scenario.what != "events" and step == scenario.step - 2 and size < scenario.workers and not happened
-    )  # At the start, or at the exchange.
-    again = happened and step == scenario.wait_step and size == scenario.wait_size and once(f"wait.{rank}")
-    if late or (again and scenario.again):
-        while not state.job._state.view.waiting:
-            time.sleep(0.05)
-
-
-def befall(what: str) -> None:
-    """Let something happen to this process."""
-    if what == "kill":
-        die()
-    elif what == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif what == "raise":
-        raise UserError
-    wait_for_the_others()
-
-
-def wait_for_the_others() -> None:
-    """Wait until they have gone on without this process."""
-    while not (FOLDER / "wait.0").exists():
-        time.sleep(0.05)
-
-
 def main(scenario: Scenario, number: int) -> None:
     """Train."""
     model = torch.nn.Module()
@@ -112,11 +74,7 @@ def main(scenario: Scenario, number: int) -> None:
     )
     state = State(model, optimizer, commit="exchange", batch=0)
 
-    (FOLDER / f"here.{number}").write_text(str(os.getpid()))
-    while scenario.what != "events" and not all(
-        (FOLDER / f"here.{other}").exists() for other in range(scenario.workers)
-    ):
-        time.sleep(0.05)
+    arrive(scenario, number)
 
     @hvdp.elastic.run
     def train(state: Any) -> str:

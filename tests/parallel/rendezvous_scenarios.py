@@ -34,6 +34,7 @@ class Scenario:
         timeout: seconds for which ranks wait for each other.
         lost: seconds without a sign of life after which a worker is lost.
         fixed: whether all ranks descend to one point in all steps.
+        loop: in Keras: ``fit``; or ``compiled`` or ``eager`` steps; empty: in PyTorch.
     """
 
     algorithm: str
@@ -51,6 +52,7 @@ class Scenario:
     timeout: float | None = None
     lost: float = 30.0
     fixed: bool = False
+    loop: str = ""
 
 
 SCENARIOS = {
@@ -64,6 +66,18 @@ SCENARIOS = {
 HANGING = {
     "hangs, and is ended": Scenario("easgd", "root", what="hang", again=False, timeout=25.0),
 }
+
+KERAS = {
+    "averaging, in fit": Scenario("averaging", loop="fit"),
+    "diloco, in an eager loop": Scenario("diloco", workers=2, wait_size=1, loop="eager"),
+}
+"""Jobs of Keras."""
+
+KERAS_COMPILED = {
+    "easgd, in shards": Scenario("easgd", "sharded", workers=2, wait_size=1, loop="compiled"),
+    "agn, stopped": Scenario("agn", what="stop", workers=2, wait_size=1, loop="compiled"),
+}
+"""Jobs of Keras, in compiled steps of a loop."""
 
 EVENTS = {
     "easgd, replicated, in flight": Scenario("easgd", overlap=2, what="events", lost=5),

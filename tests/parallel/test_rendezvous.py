@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import PATIENCE
 from tests.parallel.elastic_scenarios import expected
 from tests.parallel.rendezvous_job import Job, numbered, rendezvous
-from tests.parallel.rendezvous_scenarios import HANGING, SCENARIOS
+from tests.parallel.rendezvous_scenarios import HANGING, KERAS, KERAS_COMPILED, SCENARIOS
 
 pytest.importorskip("torch")
 
@@ -77,6 +77,20 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scri
     yield from run(HANGING, tmp_path_factory)
 
 
+@pytest.fixture(scope="module")
+def of_keras(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ScriptedJob]]:
+    """Run the scenarios of Keras."""
+    pytest.importorskip("tensorflow")
+    yield from run(KERAS, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ScriptedJob]]:
+    """Run the scenarios of Keras in compiled steps of a loop."""
+    pytest.importorskip("tensorflow")
+    yield from run(KERAS_COMPILED, tmp_path_factory)
+
+
 ENDS = {"kill": [-9], "hang": [1], "raise": [0], "stop": []}
 """Exit codes of processes besides those that train to the end."""
 
@@ -86,7 +100,8 @@ def check(job: Job) -> list[list[int]]:
     scenario, stretches = job.scenario, job.stretches()
     codes = [process.poll() for process in job.processes]
     options: dict[str, Any] = {name: getattr(scenario, name) for name in ("overlap", "fragments", "int8")}
-    center, workers = expected(scenario.algorithm, numbered(stretches), **options)
+    of_keras = bool(scenario.loop)
+    center, workers = expected(scenario.algorithm, numbered(stretches), of_keras, steps=scenario.steps, **options)
     assert len(workers) == scenario.workers - (not scenario.again), job.output()
     assert sorted(codes, key=str) == sorted([0] * len(workers) + ENDS[scenario.what], key=str), job.output()
     tolerance = 1e-6 if scenario.int8 else 1e-12
@@ -95,13 +110,32 @@ def check(job: Job) -> list[list[int]]:
         assert (end["pid"], end["steps"], end["batch"]) == (process, scenario.steps, scenario.steps), job.output()
         np.testing.assert_allclose(end["center"], center, rtol=0, atol=tolerance)
         np.testing.assert_allclose(end["x"], worker.x, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(end.get("mean", worker.mean), worker.mean, rtol=0, atol=tolerance)
     return [[process for process, _ in workers] for _, workers in stretches]
 
 
 @pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.what == "kill"])
 def test_a_killed_worker_is_replaced(jobs: dict[str, ScriptedJob], name: str) -> None:
     """The others go on in the same processes, and a process that starts later takes the center."""
-    stretches, victim = check(jobs[name]), jobs[name].victim
+    is_replaced(jobs[name])
+
+
+@pytest.mark.parametrize("name", KERAS)
+def test_a_killed_worker_is_replaced_in_keras(of_keras: dict[str, ScriptedJob], name: str) -> None:
+    """Likewise; in compiled and eager steps, with the local optimizer of another worker."""
+    is_replaced(of_keras[name])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", KERAS_COMPILED)
+def test_compiled_steps_stay_valid(compiled: dict[str, ScriptedJob], name: str) -> None:
+    """With the center in shards, which get other variables; and in a worker that was excluded and joins again."""
+    (joins_again if compiled[name].scenario.what == "stop" else is_replaced)(compiled[name])
+
+
+def is_replaced(job: ScriptedJob) -> None:
+    """Check that a worker was killed, the others have gone on, and another has joined them."""
+    stretches, victim = check(job), job.victim
     at = max(number for number, processes in enumerate(stretches) if victim in processes)
     others = set(stretches[at]) - {victim}
     assert set(stretches[at + 1]) == others

@@ -17,7 +17,7 @@ import keras  # noqa: E402
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
 from hvd_periodic.tensorflow.host_values import HostValues, as_array, as_tensor, empty  # noqa: E402
-from hvd_periodic.tensorflow.hosted import hosted  # noqa: E402
+from hvd_periodic.tensorflow.hosted import hosted, keeping_errors, original_errors  # noqa: E402
 from hvd_periodic.tensorflow.store import ArrayStore, layout_of  # noqa: E402
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES  # noqa: E402
 
@@ -267,3 +267,41 @@ def test_the_optimizer_of_the_center_is_compiled_again_only_if_its_settings_chan
     assert made._center.constants() == first
     made._center.optimizer.momentum = 0.5
     assert made._center.constants() != first
+
+
+class WithoutTextError(Exception):
+    """Says everything by its type."""
+
+
+@pytest.mark.parametrize("original", [WithoutTextError(), RuntimeError("two\nlines"), ValueError("of a value")])
+def test_errors_keep_their_type(original: Exception) -> None:
+    """Also where TensorFlow has an error of its own for the type."""
+
+    def run() -> None:
+        raise original
+
+    @tf.function
+    def step(values: Any) -> Any:
+        return tf.cond(tf.reduce_all(values > 0), hosted(keeping_errors(run), HostValues(), []), lambda: False)
+
+    with pytest.raises(type(original)) as raised, original_errors():
+        step(tf.ones(2))
+    assert raised.value is original
+    assert isinstance(raised.value.__cause__, tf.errors.OpError)
+    with pytest.raises(tf.errors.OpError):
+        step(tf.ones(2))
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    """Also after an error that the code in the block has handled."""
+
+    def run() -> None:
+        raise WithoutTextError
+
+    step = tf.function(lambda: hosted(keeping_errors(run), HostValues(), [])())
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Incompatible shapes"), original_errors():
+        with pytest.raises(tf.errors.OpError):
+            step()
+        tf.raw_ops.AddV2(x=tf.ones(2), y=tf.ones(3))
+    with pytest.raises(KeyError), original_errors():
+        raise KeyError

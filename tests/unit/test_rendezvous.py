@@ -194,7 +194,7 @@ def test_a_front_end_without_elastic_jobs_at_a_rendezvous(monkeypatch: pytest.Mo
     import hvd_periodic.numpy as arrays
 
     monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
-    with pytest.raises(RuntimeError, match=r"only hvd_periodic\.torch trains in elastic jobs over torch\.distributed"):
+    with pytest.raises(RuntimeError, match=r"only hvd_periodic\.torch and hvd_periodic\.tensorflow train in"):
         arrays.ModelAverageOptimizer(arrays.SGD(0.1), {"x": np.zeros(2)}, 2)
 
 

@@ -15,6 +15,8 @@ import keras  # noqa: E402
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
+from hvd_periodic.comm import selection  # noqa: E402
+from hvd_periodic.comm.collective_tracker import CollectiveTracker  # noqa: E402
 from hvd_periodic.tensorflow.communicator import as_elastic_jobs_heed  # noqa: E402
 from hvd_periodic.tensorflow.host_values import HostValues  # noqa: E402
 from hvd_periodic.tensorflow.hosted import hosted  # noqa: E402
@@ -129,7 +131,7 @@ def test_callbacks_of_horovod_commit_in_fit(monkeypatch: pytest.MonkeyPatch) -> 
     assert held == {5: (1, 4), 6: (2, 0)}
     model.fit(*data, batch_size=1, callbacks=callbacks[:2], verbose=0)
     made.learning_rate.assign(0.3)
-    monkeypatch.setattr("hvd_periodic.tensorflow.graph.TensorFlowCommunicator", lambda: Changing())
+    monkeypatch.setattr("hvd_periodic.tensorflow.graph.communicator_of", lambda _: Changing())
     state.reset()
     assert (made.synchronizer.local_steps, int(made.iterations), state.epoch, state.batch) == (10, 10, 2, 0)
     assert float(inner.inner_optimizer.learning_rate) == pytest.approx(0.1)
@@ -203,3 +205,76 @@ def test_a_rank_alone_meets_nobody_until_its_first_step(monkeypatch: pytest.Monk
     hvdp.Synchronizer(model, hvdp.EASGD, 2, process_set=ranks)
     with pytest.raises(AssertionError, match="It met"):
         made.apply([tf.ones(variable.shape) for variable in model.trainable_variables])
+
+
+@pytest.fixture
+def at_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rendezvous that is not there."""
+    monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
+    monkeypatch.delenv("HVD_PERIODIC_RANKS", raising=False)
+
+
+@pytest.mark.usefixtures("at_rendezvous")
+def test_training_outside_of_run() -> None:
+    pytest.importorskip("torch")
+    model = network()
+    made = hvdp.PeriodicOptimizer(keras.optimizers.SGD(0.1), model, hvdp.EASGD, 2, root_rank=1)
+    state = hvdp.elastic.State(model, made, commit="exchange", min_ranks=2)
+    assert state.fingerprint["`optimizer`: the algorithm"].startswith("EASGD(")
+    message = "this process has not joined the other ranks: put model and optimizer into"
+    with pytest.raises(RuntimeError, match=message):
+        made.apply([tf.ones(variable.shape) for variable in model.trainable_variables])
+    with pytest.raises(RuntimeError, match=message):
+        hvdp.Synchronizer(network(), hvdp.EASGD, 2).step()
+
+
+@pytest.mark.usefixtures("at_rendezvous")
+def test_a_set_of_ranks_at_a_rendezvous() -> None:
+    with pytest.raises(ValueError, match="so that all ranks exchange with each other, and the ranks change: leave out"):
+        hvdp.ModelAverageOptimizer(keras.optimizers.SGD(0.1), network(), 2, process_set=hvdp.node_ranks)
+
+
+@pytest.mark.usefixtures("at_rendezvous")
+def test_a_rendezvous_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="but PyTorch is not installed: pip install torch"):
+        hvdp.elastic.State(network())
+
+
+def test_numbers_without_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HVD_PERIODIC_RENDEZVOUS", raising=False)
+    with pytest.raises(ValueError, match="are for jobs at a rendezvous, and HVD_PERIODIC_RENDEZVOUS is not set"):
+        hvdp.elastic.State(network(), max_ranks=2)
+
+
+@pytest.mark.usefixtures("at_rendezvous")
+def test_the_longest_wait_holds_for_all_ranks_that_come() -> None:
+    """Also for those that replace the first ones."""
+    pytest.importorskip("torch")
+    model = network()
+    made = hvdp.PeriodicOptimizer(keras.optimizers.SGD(0.1), model, hvdp.EASGD, 2, timeout_seconds=7.0)
+    hvdp.elastic.State(model, made)
+    for name in ("first", "second"):
+        ranks = Changing()
+        ranks.tracker = CollectiveTracker(name, 0, [0])
+        made.synchronizer.join(ranks, 0, name)
+        assert ranks.tracker.timeout == 7.0
+
+
+@pytest.mark.parametrize("center", ["replicated", "root"])
+def test_an_optimizer_that_was_loaded_at_a_rendezvous(
+    center: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    pytest.importorskip("torch")
+    model = network()
+    model.compile(optimizer(model, center=center), jit_compile=False)
+    model.save(tmp_path / "model.keras")
+    monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
+    if center == "replicated":
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        loaded.optimizer.attach(loaded)
+        assert hvdp.elastic.State(loaded).optimizer is loaded.optimizer
+        return
+    with pytest.raises(RuntimeError, match="the ranks of an elastic job are not known before it has begun"):
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        loaded.optimizer.attach(loaded)

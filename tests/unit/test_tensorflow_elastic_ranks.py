@@ -113,7 +113,7 @@ class Worker:
 @pytest.fixture(autouse=True)
 def _ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvd_periodic.tensorflow.elastic.communicator_of", lambda _: HERE.communicator)
-    monkeypatch.setattr("hvd_periodic.tensorflow.graph.TensorFlowCommunicator", lambda: HERE.communicator)
+    monkeypatch.setattr("hvd_periodic.tensorflow.graph.communicator_of", lambda _: HERE.communicator)
     monkeypatch.setattr(hvdp.elastic.State, "check_host_updates", lambda _: None)
 
 

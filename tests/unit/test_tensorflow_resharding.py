@@ -50,7 +50,7 @@ def _ranks_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 6 elements: some parameters are in several buckets."""
     monkeypatch.setattr(VariableReplica, "__init__", partialmethod(VariableReplica.__init__, bucket_bytes=48))
     monkeypatch.setattr("hvd_periodic.tensorflow.elastic.communicator_of", lambda _: NOW.ranks)
-    monkeypatch.setattr("hvd_periodic.tensorflow.graph.TensorFlowCommunicator", lambda: NOW.ranks)
+    monkeypatch.setattr("hvd_periodic.tensorflow.graph.communicator_of", lambda _: NOW.ranks)
     monkeypatch.setattr(hvdp.elastic.State, "check_host_updates", lambda _: None)
 
 

@@ -1,0 +1,85 @@
+"""A worker of an elastic job of Keras over torch.distributed; see ``test_rendezvous.py``.
+
+HVD_PERIODIC_RENDEZVOUS=... python -m tests.parallel.rendezvous_keras_program SCENARIO FOLDER NUMBER
+
+As ``rendezvous_program.py``; beside the parameters, batch normalization keeps a mean of what every worker descends to.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+    del sys.modules[name]  # The process from which this one was forked has imported it.
+sys.modules["horovod"] = None  # type: ignore[assignment]
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+import hvd_periodic.tensorflow as hvdp  # noqa: E402
+from tests.parallel.elastic_events import begin, end  # noqa: E402
+from tests.parallel.elastic_keras_model import half_square, point_and_mean  # noqa: E402
+from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, target  # noqa: E402
+from tests.parallel.rendezvous_scenarios import KERAS, KERAS_COMPILED, Scenario  # noqa: E402
+from tests.parallel.rendezvous_worker import arrive, happen  # noqa: E402
+
+
+def main(scenario: Scenario, number: int) -> None:
+    """Train."""
+    keras.config.set_floatx("float64")
+    model, mean = point_and_mean()
+    algorithms = {"averaging": hvdp.Averaging, "diloco": hvdp.DiLoCo, "easgd": hvdp.EASGD, "agn": hvdp.AGN}
+    local = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
+    optimizer = hvdp.PeriodicOptimizer(local, model, algorithms[scenario.algorithm](), PERIOD, center=scenario.center)
+    model.compile(optimizer, loss=half_square, jit_compile=False)
+    state = hvdp.elastic.State(model, commit="exchange", batch=0)
+
+    def descend(targets: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = half_square(targets, model(targets, training=True))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables))
+
+    step = tf.function(descend) if scenario.loop == "compiled" else descend
+
+    def before_step() -> None:
+        happen(scenario, state.batch, state)
+        state.batch += 1
+
+    arrive(scenario, number)
+
+    @hvdp.elastic.run
+    def train(state: Any) -> str:
+        steps, number = optimizer.synchronizer.local_steps, state.job._state.view.round
+        begin(dist.get_rank(), dist.get_world_size(), steps, round=number, forgotten=0)
+        targets = np.array([target(dist.get_rank(), step) for step in range(scenario.steps)])
+        if scenario.loop == "fit":
+            callback = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: before_step())
+            left = targets[state.batch :]
+            model.fit(left, left, batch_size=1, shuffle=False, verbose=0, callbacks=[callback])
+        while state.batch < scenario.steps:
+            targets_of_step = tf.constant(targets[state.batch : state.batch + 1])
+            before_step()
+            step(targets_of_step)
+        optimizer.finalize()
+        return "done"
+
+    assert train(state) == "done"
+    point = model.trainable_variables[0]
+    replica = point.numpy().tolist()
+    with optimizer.center():
+        center = point.numpy().tolist()
+    end(
+        dist.get_rank(),
+        x=replica,
+        center=center,
+        mean=mean.moving_mean.numpy().tolist(),
+        steps=optimizer.synchronizer.local_steps,
+        batch=state.batch,
+    )
+
+
+if __name__ == "__main__":
+    main((KERAS | KERAS_COMPILED)[sys.argv[1]], int(sys.argv[3]))
