@@ -21,7 +21,7 @@ import torch.distributed as dist
 import hvd_periodic.torch as hvdp
 from tests.parallel.elastic_events import FOLDER, begin, die, end, once
 from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, SIZE, target
-from tests.parallel.rendezvous_scenarios import EVENTS, FIXED, HANGING, SCENARIOS, Scenario, read_file, replace_file
+from tests.parallel.rendezvous_scenarios import EVENTS, HANGING, SCENARIOS, Scenario, read_file, replace_file
 
 
 class UserError(Exception):
@@ -54,10 +54,15 @@ def goes_on(scenario: Scenario, step: int) -> bool:
         time.sleep(0.02)
 
 
-def target_of(scenario: Scenario, step: int) -> Sequence[torch.Tensor]:
+def target_of(step: int) -> Sequence[torch.Tensor]:
     """Return where this rank descends to in a step, for each parameter."""
-    values = FIXED if scenario.fixed else target(dist.get_rank(), step)
-    return torch.tensor(values, dtype=torch.float64).split(SIZE // 2)
+    return torch.tensor(target(dist.get_rank(), step), dtype=torch.float64).split(SIZE // 2)
+
+
+def forgets_sums(optimizer: hvdp.PeriodicOptimizer) -> bool:
+    """Return whether this rank has nothing left of what 8 bits have not sent of the sums that it forms."""
+    kept = optimizer.synchronizer.tensor_groups.parameters.error_feedback.second_hop_residual
+    return kept is None or not any(tensor.any() for tensor in kept.tensors())
 
 
 def happen(scenario: Scenario, step: int, state: Any) -> None:
@@ -121,12 +126,13 @@ def main(scenario: Scenario, number: int) -> None:
     @hvdp.elastic.run
     def train(state: Any) -> str:
         steps, number = optimizer.synchronizer.local_steps, state.job._state.view.round
-        begin(dist.get_rank(), dist.get_world_size(), steps, round=number, forgotten=state.forgotten)
+        forgets = {"forgotten": state.forgotten, "forgets_sums": forgets_sums(optimizer)}
+        begin(dist.get_rank(), dist.get_world_size(), steps, round=number, **forgets)
         while goes_on(scenario, state.batch):
             step = state.batch
             if scenario.what != "events":
                 happen(scenario, step, state)
-            for parameter, to in zip(model.parameters(), target_of(scenario, step), strict=True):
+            for parameter, to in zip(model.parameters(), target_of(step), strict=True):
                 parameter.grad = parameter.detach() - to
             state.batch += 1
             optimizer.step()

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FIXED = [1.0, -2.0, 0.5, 3.0]
-"""Where ranks descend to that descend to one point."""
-
 
 @dataclass(frozen=True)
 class Scenario:
@@ -33,7 +30,6 @@ class Scenario:
         int8: whether messages are in 8 bits.
         timeout: seconds for which ranks wait for each other.
         lost: seconds without a sign of life after which a worker is lost.
-        fixed: whether all ranks descend to one point in all steps.
     """
 
     algorithm: str
@@ -50,7 +46,6 @@ class Scenario:
     int8: bool = False
     timeout: float | None = None
     lost: float = 30.0
-    fixed: bool = False
 
 
 SCENARIOS = {
@@ -66,12 +61,14 @@ HANGING = {
 }
 
 EVENTS = {
-    "easgd, replicated, in flight": Scenario("easgd", overlap=2, what="events", lost=5),
     "diloco, replicated, in flight": Scenario("diloco", overlap=2, what="events", lost=5),
+    "diloco, replicated, 8 bits": Scenario("diloco", int8=True, what="events", lost=5),
+    "diloco, replicated, 8 bits, in flight": Scenario("diloco", overlap=2, int8=True, what="events", lost=5),
     "diloco, sharded": Scenario("diloco", "sharded", what="events", lost=5),
-    "agn, root": Scenario("agn", "root", what="events", lost=5),
+    "easgd, replicated, in flight": Scenario("easgd", overlap=2, what="events", lost=5),
     "easgd, sharded": Scenario("easgd", "sharded", what="events", lost=5),
-    "agn, 8 bits": Scenario("agn", int8=True, fixed=True, what="events", lost=5),
+    "agn, root": Scenario("agn", "root", what="events", lost=5),
+    "agn, replicated, 8 bits, in flight": Scenario("agn", overlap=2, int8=True, what="events", lost=5),
 }
 """Jobs to which random events happen."""
 
