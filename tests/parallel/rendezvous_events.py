@@ -19,10 +19,16 @@ from tests.parallel.rendezvous_scenarios import read_file, replace_file
 LEAST, MOST = 2, 5
 """Numbers of workers between which events keep a job."""
 
-AHEAD, LAST = 40, 40
-"""Steps that workers may take beyond those that are known, and at least take after all events."""
+AHEAD = 40
+"""Steps that workers may take beyond those that are known."""
+
+BETWEEN, BETWEEN_SECONDS = 20, 5
+"""Steps between two events at most, and seconds after which another one comes if nobody trains."""
 
 SIGNALS = {"kill": signal.SIGKILL, "end": signal.SIGTERM, "stop": signal.SIGSTOP}
+
+ACCURACY = 0.95
+"""Of the center of digits, at least: an undisturbed run reaches 0.97."""
 
 SECONDS = 60
 """Within which the workers go on after an event."""
@@ -52,7 +58,7 @@ class EventfulJob(Job):
             self.start()
         yield from self._settled()
         while len(self.happened) < events:
-            yield from self._pause(self._random.uniform(0, 2))
+            yield from self._train(self._random.randrange(BETWEEN), BETWEEN_SECONDS)
             active = len(self.processes) - len(self._lost)
             kinds = [*SIGNALS] * (len(self._active()) > LEAST) + ["start"] * 2 * (active < MOST)
             what = self._random.choice(kinds or ["wait"])  # For workers that have been started.
@@ -66,8 +72,7 @@ class EventfulJob(Job):
         while self._asleep:
             yield from self._pause(0.1)
         yield from self._settled()
-        step = read_file(self.folder / "progress")
-        replace_file(self.folder / "fence", (step + LAST, True))
+        replace_file(self.folder / "fence", (self._step() + self.scenario.steps, True))
         while any(process.poll() is None for process in self.processes):
             yield
 
@@ -75,7 +80,7 @@ class EventfulJob(Job):
         """Kill, end or stop a worker. A second loss before the others have gone on may only be one too many."""
         if self.scenario.center != "replicated" or self._random.random() < 0.5:
             yield from self._settled(joined=False)
-            yield from self._pause(self._random.uniform(0, 1))
+            yield from self._pause(self._random.uniform(0, 0.5))
         active, trained = self._active(), self._trained()
         if len(trained) < LEAST:
             return
@@ -114,12 +119,22 @@ class EventfulJob(Job):
             assert time.monotonic() < deadline, f"The workers have not gone on: {self.happened}\n{self.output()}"
             yield from self._pause(0.1)
 
+    def _step(self) -> int:
+        """Return a step at which the workers have been."""
+        file = self.folder / "progress"
+        return int(read_file(file)) if file.exists() else 0
+
+    def _train(self, steps: int, seconds: float) -> Iterator[None]:
+        """Let the workers take steps, or wait in vain."""
+        to, until = self._step() + steps, time.monotonic() + seconds
+        while self._step() < to and time.monotonic() < until:
+            yield from self._pause(0.05)
+
     def _pause(self, seconds: float) -> Iterator[None]:
         """Wait; meanwhile, let the workers train, and wake those that have been stopped for long."""
         until = time.monotonic() + seconds
         while True:
-            if (self.folder / "progress").exists():
-                replace_file(self.folder / "fence", (read_file(self.folder / "progress") + AHEAD, False))
+            replace_file(self.folder / "fence", (self._step() + AHEAD, False))
             for number in [number for number, when in self._asleep.items() if when <= time.monotonic()]:
                 del self._asleep[number]
                 os.kill(self._active()[number], signal.SIGCONT)
@@ -135,10 +150,16 @@ class EventfulJob(Job):
         last = [worker for worker, _ in stretches[-1][1]]
         ends = [self.end(rank) for rank in range(len(last))]
         assert [end["pid"] for end in ends] == last, about
-        codes = [process.poll() for number, process in enumerate(self.processes) if number not in self._lost]
-        assert codes == [0] * len(last), about
+        for number in set(range(len(self.processes))) - self._lost:
+            if int((self.folder / f"here.{number}").read_text()) in last:
+                assert self.processes[number].poll() == 0, about
+            else:  # It got no processor for so long that the others have ended without it.
+                assert "is over" in (self.folder / f"output.{number}").read_text(), about
         for end in ends:
             assert end["center"] == ends[0]["center"], about
+        if scenario.digits:
+            assert ends[0]["accuracy"] >= ACCURACY, about
+            return
         center, workers = expected(
             scenario.algorithm,
             numbered(stretches),

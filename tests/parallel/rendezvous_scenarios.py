@@ -24,12 +24,13 @@ class Scenario:
         wait_step: local steps before which ranks wait until another worker waits to take part.
         wait_size: their number, below which nobody trains.
         again: whether another worker takes part in the end, or the same one again.
-        steps: local steps in all.
+        steps: local steps in all; of ``events``, after the last of them.
         overlap: steps for which exchanges are in flight.
         fragments: parts that are exchanged in turn.
         int8: whether messages are in 8 bits.
         timeout: seconds for which ranks wait for each other.
         lost: seconds without a sign of life after which a worker is lost.
+        digits: whether they train the network of the examples, instead of descending on quadratics.
     """
 
     algorithm: str
@@ -46,6 +47,7 @@ class Scenario:
     int8: bool = False
     timeout: float | None = None
     lost: float = 30.0
+    digits: bool = False
 
 
 SCENARIOS = {
@@ -69,6 +71,7 @@ EVENTS = {
     "easgd, sharded": Scenario("easgd", "sharded", what="events", lost=5),
     "agn, root": Scenario("agn", "root", what="events", lost=5),
     "agn, replicated, 8 bits, in flight": Scenario("agn", overlap=2, int8=True, what="events", lost=5),
+    "digits": Scenario("diloco", overlap=2, int8=True, what="events", lost=5, digits=True, steps=200),
 }
 """Jobs to which random events happen."""
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,6 +14,7 @@ pytest.importorskip("horovod.torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
 from tests.losing import LostError  # noqa: E402
+from tests.parallel import elastic_scenarios as equations  # noqa: E402
 from tests.parallel.tiers import thorough  # noqa: E402
 from tests.unit.test_torch_elastic_ranks import (  # noqa: E402
     HERE,
@@ -126,7 +128,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("options", "ahead"),
-    [(OPTIONS[0], 0), *(thorough(options, ahead) for ahead in (1, 2, 0) for options in OPTIONS)],
+    [(OPTIONS[0], 0), *(thorough(options, ahead) for ahead in (1, 2) for options in OPTIONS)],
     ids=str,
 )
 def test_an_exchange_in_which_a_rank_is_lost(options: dict[str, Any], ahead: int) -> None:
@@ -146,3 +148,30 @@ def test_an_exchange_in_which_a_rank_is_lost(options: dict[str, Any], ahead: int
         assert found == between[batch // PERIOD - 1], f"in collective {number}"
         seen.add(batch)
     assert seen >= {PERIOD, 2 * PERIOD}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overlap"), [("diloco", 2), thorough("diloco", 0), thorough("easgd", 0), thorough("agn", 2)]
+)
+def test_the_equations_of_8_bits(algorithm: str, overlap: int) -> None:
+    """They tell the same as workers: float32 instead of float64 in a sum makes 1e-8, and 1e-3 after some exchanges."""
+    steps = 20 * equations.PERIOD
+    kind = {"diloco": hvdp.DiLoCo, "easgd": hvdp.EASGD, "agn": hvdp.AGN}[algorithm]
+
+    def work(worker: Worker) -> Any:
+        model = torch.nn.Module()
+        model.x = torch.nn.Parameter(torch.zeros(equations.SIZE, dtype=torch.float64))
+        local = torch.optim.SGD(model.parameters(), lr=equations.RATE, momentum=equations.MOMENTUM)
+        optimizer = hvdp.PeriodicOptimizer(
+            local, model, kind, equations.PERIOD, overlap=overlap, compression=hvdp.Compression.int8
+        )
+        for step in range(steps):
+            to = equations.target(HERE.communicator.rank, step)
+            model.x.grad = model.x.detach() - torch.tensor(to, dtype=torch.float64)
+            optimizer.step()
+        optimizer.finalize()
+        return model.x.detach().numpy()
+
+    found = together([lambda: new()] * 3, work)
+    _, workers = equations.expected(algorithm, [(0, range(3))], overlap=overlap, int8=True, steps=steps)
+    np.testing.assert_allclose(found, [worker.x for worker in workers.values()], rtol=0, atol=1e-9)
