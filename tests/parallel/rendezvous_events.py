@@ -148,6 +148,7 @@ class EventfulJob(Job):
         about = f"{self.happened}\n{self.output()}"
         stretches, scenario = self.stretches(), self.scenario
         last = [worker for worker, _ in stretches[-1][1]]
+        assert all((self.folder / f"end.{rank}.json").exists() for rank in range(len(last))), about
         ends = [self.end(rank) for rank in range(len(last))]
         assert [end["pid"] for end in ends] == last, about
         for number in set(range(len(self.processes))) - self._lost:

@@ -190,7 +190,7 @@ def main(scenario: Scenario, number: int) -> None:
 
 def values(model: torch.nn.Module) -> list[float]:
     """Return all parameters."""
-    found: list[float] = torch.cat([each.detach() for each in model.parameters()]).tolist()
+    found: list[float] = torch.cat([each.detach().reshape(-1) for each in model.parameters()]).tolist()
     return found
 
 
