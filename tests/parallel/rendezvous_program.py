@@ -49,7 +49,7 @@ def goes_on(scenario: Scenario, step: int) -> bool:
     while True:
         fence, last = read_file(FOLDER / "fence")
         if step < fence:
-            time.sleep(0.01 * (1 + dist.get_rank() % 2))
+            time.sleep(0.02 * (1 + dist.get_rank() % 2))
             return True
         if last:
             return False
