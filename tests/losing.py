@@ -24,14 +24,22 @@ class Losing:
         group: the threads.
         at: the last collective that takes place, counted from 0.
         ahead: those that hear of the loss in the next one; all others in this one.
+
+    Attributes:
+        calls: of this rank, so far.
     """
 
     def __init__(self, group: Any, at: float, ahead: Collection[int]) -> None:
-        self._group, self._at, self._ahead, self._calls, self.size = group, at, ahead, 0, group.size
+        self._group, self.calls, self.size = group, 0, group.size
+        self.lose(at, ahead)
+
+    def lose(self, at: float, ahead: Collection[int]) -> None:
+        """Lose a rank at a collective, counted from the first."""
+        self._at, self._ahead = at, ahead
 
     def exchange(self, rank: int, call: tuple[object, ...], value: Any) -> list[Any]:
         """Return what all ranks brought to the same call."""
-        number, self._calls = self._calls, self._calls + 1
+        number, self.calls = self.calls, self.calls + 1
         if number > self._at:
             raise LostError
         found: list[Any] = self._group.exchange(rank, call, pickle.dumps(value))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests import compression_oracle
+from tests.compression_oracle import SlowWire
+from tests.compression_oracle import int8 as in_8_bits
 
 SIZE, STEPS, PERIOD, INNER_PERIOD, RATE, MOMENTUM = 4, 24, 4, 2, 0.1, 0.5
 
@@ -252,6 +253,8 @@ class Worker:
         mean: what batch normalization moves.
         inner: the center of its host, with its momentum.
         unsent: what 8 bits have not sent.
+        unsent_sums: what they have not sent of the sums that it forms for the others, elsewhere zeros.
+        place: its rank, and the number of ranks, with which it has formed these.
         snapshot: where it was when the exchange in flight began; NaN where none is in flight.
     """
 
@@ -261,12 +264,19 @@ class Worker:
     mean: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
     inner: Sequence[np.ndarray] = ()
     unsent: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
+    unsent_sums: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
+    place: tuple[int, int] = (0, 0)
     snapshot: np.ndarray = field(default_factory=lambda: np.full(SIZE, np.nan))
 
     def land(self, center: np.ndarray) -> None:
         """Take the exchange that is in flight: where the center has come to, and the steps since."""
         self.x = np.where(np.isnan(self.snapshot), self.x, center + self.x - self.snapshot)
         self.snapshot = np.full(SIZE, np.nan)
+
+    def take_place(self, rank: int, size: int, forgets: bool) -> None:
+        """Form other sums than before, unless the place is the same."""
+        if self.place != (rank, size) or forgets:
+            self.place, self.unsent_sums = (rank, size), np.zeros(SIZE)
 
 
 def target(rank: int, step: int) -> list[float]:
@@ -284,6 +294,7 @@ def expected(
     fragments: int = 1,
     int8: bool = False,
     steps: int = STEPS,
+    forgetting: Sequence[Collection[int]] | None = None,
 ) -> tuple[np.ndarray, dict[int, Worker]]:
     """Return center and workers, by the equations and one after the other.
 
@@ -296,20 +307,24 @@ def expected(
         slots: ranks of each host; None: those exchanges are of all ranks.
         overlap: steps for which an exchange is in flight.
         fragments: parts of equal size, which are exchanged in turn.
-        int8: messages are in 8 bits, in one hop.
+        int8: messages are in 8 bits, in two hops; with overlap, in one.
         steps: in all.
+        forgetting: of each stretch, the ranks that begin it without what they have not sent of sums. Between two
+            stretches, the ranks may have changed more than once, before any exchange.
     """
     center, momentum = np.zeros(SIZE), np.zeros(SIZE)
     workers: dict[int, Worker] = {}
     ends = [*(step for step, _ in stretches[1:]), steps]
-    due = 0
-    for (begin, processes), end in zip(stretches, ends, strict=True):
+    due, hops = 0, int8 * (1 if overlap else 2)
+    for (begin, processes), end, forget in zip(stretches, ends, forgetting or [()] * len(stretches), strict=True):
         before, workers = workers, {process: workers.get(process) or Worker(center.copy()) for process in processes}
         for process in workers.keys() - before.keys() if before else ():
             giver = next(before[process] for process in processes if process in before)
             workers[process].mean = giver.mean
             if gives_velocity:
                 workers[process].velocity = giver.velocity
+        for rank, worker in enumerate(workers.values()):
+            worker.take_place(rank, len(workers), rank in forget)
         size = slots or len(workers)
         hosts = [list(workers.values())[first : first + size] for first in range(0, len(workers), size)]
         for host in hosts:
@@ -334,7 +349,7 @@ def expected(
                 worker.land(center)
             if part is not None:
                 everyone = list(workers.values())
-                center, momentum = exchanged(algorithm, center, momentum, everyone, part, overlap > 0, int8)
+                center, momentum = exchanged(algorithm, center, momentum, everyone, part, overlap > 0, hops)
                 due = step + 1 + overlap
                 mean = sum(worker.mean for worker in workers.values()) / len(workers)
                 for worker in workers.values():
@@ -344,7 +359,7 @@ def expected(
     for number in range(1, fragments):  # The last exchange is of those that were exchanged before.
         part = exchanged_at(number * PERIOD // fragments, fragments)
         assert part is not None
-        center, momentum = exchanged(algorithm, center, momentum, list(workers.values()), part, int8=int8)
+        center, momentum = exchanged(algorithm, center, momentum, list(workers.values()), part, hops=hops)
     return center, workers
 
 
@@ -362,24 +377,30 @@ def exchanged(
     workers: Sequence[Worker],
     part: slice = slice(0, SIZE),
     in_flight: bool = False,
-    int8: bool = False,
+    hops: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the new center and its momentum; change the workers, unless it is in flight to them."""
     n, old, velocity = len(workers), center[part], momentum[part]
+    messages = [
+        {"agn": worker.accumulated[part] / PERIOD, "averaging": worker.x[part]}.get(algorithm, worker.x[part] - old)
+        for worker in workers
+    ]
+    sent, total = messages, sum(messages, np.zeros(len(old)))
+    if hops:
+        sent, total = in_bits(workers, messages, part, hops, remembers=algorithm != "easgd")
     if algorithm == "easgd":
         rate = min(0.9 / n, 1 / (n + 1))
-        new = old + rate * sum(worker.x[part] - old for worker in workers)
-        for worker in workers:
-            worker.x = replaced(worker.x, part, worker.x[part] - rate * (worker.x[part] - old))
+        new = old + rate * total
+        for worker, decoded in zip(workers, sent, strict=True):
+            worker.x = replaced(worker.x, part, worker.x[part] - rate * decoded)
     elif algorithm == "averaging":
-        new = sum(worker.x[part] for worker in workers) / n
+        new = total / n
     elif algorithm == "agn":
-        velocity = MOMENTUM * velocity + sum(worker.accumulated[part] for worker in workers) / PERIOD
+        velocity = MOMENTUM * velocity + total
         new = old - RATE * velocity
     elif algorithm == "diloco":
-        g = -sum(sent(worker, worker.x[part] - old, part, int8) for worker in workers) / n
-        velocity = 0.9 * velocity + g
-        new = old - 0.7 * (g + 0.9 * velocity)
+        velocity = 0.9 * velocity - total / n
+        new = old - 0.7 * (-total / n + 0.9 * velocity)
     for worker in workers if algorithm != "easgd" else ():
         worker.accumulated = replaced(worker.accumulated, part, 0)
         if in_flight:
@@ -396,11 +417,24 @@ def replaced(values: np.ndarray, part: slice, new: np.ndarray | float) -> np.nda
     return found
 
 
-def sent(worker: Worker, message: np.ndarray, part: slice, int8: bool) -> np.ndarray:
-    """Return what others get of a message; keep what 8 bits do not send."""
-    if not int8:
-        return message
-    message = message + worker.unsent[part]
-    decoded = np.array(compression_oracle.int8(message.tolist()))
-    worker.unsent = replaced(worker.unsent, part, message - decoded)
-    return decoded
+def in_bits(
+    workers: Sequence[Worker], messages: Sequence[np.ndarray], part: slice, hops: int, remembers: bool
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return what others get of messages in 8 bits, and the sum; workers keep what is not sent.
+
+    What is not sent of a message stays in the replica, unless they ``remember`` it. Sums are of float32, in the order
+    of ranks: a rounding more or less may become a step of the encoding, and 1e-3 in the center.
+    """
+    if remembers:
+        messages = [message + worker.unsent[part] for message, worker in zip(messages, workers, strict=True)]
+    wire = SlowWire(in_8_bits, len(workers), len(messages[0]), hops)
+    wire.unsent = sum((worker.unsent_sums[part] for worker in workers), np.zeros(len(messages[0]))).tolist()
+    found, total = wire.send([message.tolist() for message in messages])
+    decoded = [np.array(each) for each in found]
+    for rank, (worker, message, sent) in enumerate(zip(workers, messages, decoded, strict=True)):
+        if remembers:
+            worker.unsent = replaced(worker.unsent, part, message - sent)
+        own = wire.unsent[rank * wire.length : (rank + 1) * wire.length]
+        start = part.start + rank * wire.length
+        worker.unsent_sums = replaced(worker.unsent_sums, slice(start, start + len(own)), np.array(own))
+    return decoded, np.array(total)

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +15,32 @@ import numpy as np
 from tests.conftest import PATIENCE
 from tests.parallel.elastic_scenarios import expected
 from tests.parallel.rendezvous_job import Job, numbered, rendezvous
-from tests.parallel.rendezvous_scenarios import FIXED, read_file, replace_file
+from tests.parallel.rendezvous_scenarios import read_file, replace_file
 
 LEAST, MOST = 2, 5
 """Numbers of workers between which events keep a job."""
 
-AHEAD, LAST = 40, 400
-"""Steps that workers may take beyond those that are known, and at least take after all events."""
+AHEAD = 40
+"""Steps that workers may take beyond those that are known."""
+
+BETWEEN, BETWEEN_SECONDS = 20, 5
+"""Steps between two events at most, and seconds after which another one comes if nobody trains."""
 
 SIGNALS = {"kill": signal.SIGKILL, "end": signal.SIGTERM, "stop": signal.SIGSTOP}
 
+ACCURACY = 0.95
+"""Of the center of digits, at least: an undisturbed run reaches 0.97."""
+
 SECONDS = 60
 """Within which the workers go on after an event."""
+
+
+AT_ONCE = 4
+"""Jobs that run at the same time."""
+
+
+class EndedError(Exception):
+    """A worker has ended before it should."""
 
 
 class EventfulJob(Job):
@@ -48,14 +63,20 @@ class EventfulJob(Job):
 
     def play(self, events: int) -> Iterator[None]:
         """Let events happen, then train to the end; yields wherever it waits."""
+        with suppress(EndedError):
+            yield from self._play(events)
+
+    def _play(self, events: int) -> Iterator[None]:
         for _ in range(3):
             self.start()
         yield from self._settled()
         while len(self.happened) < events:
-            yield from self._pause(self._random.uniform(0, 2))
+            yield from self._train(self._random.randrange(BETWEEN), BETWEEN_SECONDS)
             active = len(self.processes) - len(self._lost)
             kinds = [*SIGNALS] * (len(self._active()) > LEAST) + ["start"] * 2 * (active < MOST)
-            what = self._random.choice(kinds)
+            what = self._random.choice(kinds or ["wait"])  # For workers that have been started.
+            if what == "wait":
+                continue
             if what == "start":
                 self.start()
                 self._note(f"start {len(self.processes) - 1}")
@@ -64,8 +85,7 @@ class EventfulJob(Job):
         while self._asleep:
             yield from self._pause(0.1)
         yield from self._settled()
-        step = read_file(self.folder / "progress")
-        replace_file(self.folder / "fence", (step + LAST, True))
+        replace_file(self.folder / "fence", (self._step() + self.scenario.steps, True))
         while any(process.poll() is None for process in self.processes):
             yield
 
@@ -73,7 +93,7 @@ class EventfulJob(Job):
         """Kill, end or stop a worker. A second loss before the others have gone on may only be one too many."""
         if self.scenario.center != "replicated" or self._random.random() < 0.5:
             yield from self._settled(joined=False)
-            yield from self._pause(self._random.uniform(0, 1))
+            yield from self._pause(self._random.uniform(0, 0.5))
         active, trained = self._active(), self._trained()
         if len(trained) < LEAST:
             return
@@ -112,33 +132,59 @@ class EventfulJob(Job):
             assert time.monotonic() < deadline, f"The workers have not gone on: {self.happened}\n{self.output()}"
             yield from self._pause(0.1)
 
+    def _step(self) -> int:
+        """Return a step at which the workers have been."""
+        file = self.folder / "progress"
+        return int(read_file(file)) if file.exists() else 0
+
+    def _train(self, steps: int, seconds: float) -> Iterator[None]:
+        """Let the workers take steps, or wait in vain."""
+        to, until = self._step() + steps, time.monotonic() + seconds
+        while self._step() < to and time.monotonic() < until:
+            yield from self._pause(0.05)
+
     def _pause(self, seconds: float) -> Iterator[None]:
         """Wait; meanwhile, let the workers train, and wake those that have been stopped for long."""
         until = time.monotonic() + seconds
         while True:
-            if (self.folder / "progress").exists():
-                replace_file(self.folder / "fence", (read_file(self.folder / "progress") + AHEAD, False))
+            replace_file(self.folder / "fence", (self._step() + AHEAD, False))
             for number in [number for number, when in self._asleep.items() if when <= time.monotonic()]:
                 del self._asleep[number]
                 os.kill(self._active()[number], signal.SIGCONT)
                 self._note(f"wake {number}")
+            if any(self.processes[number].poll() is not None for number in self._active()):
+                raise EndedError
             if time.monotonic() >= until:
                 return
             yield
 
+    def _starved(self) -> bool:
+        """Return whether more workers were excluded than had been stopped: they got no processor for long.
+
+        Together with one that was killed, that may be one too many for a center in shards.
+        """
+        stopped = sum(" stop " in event for event in self.happened)
+        return self.output().count("The other ranks have gone on without this process") > stopped
+
     def check(self) -> None:
-        """Compare what the workers have in the end with the equations, or with the optimum."""
+        """Compare what the workers have in the end with the equations."""
         about = f"{self.happened}\n{self.output()}"
         stretches, scenario = self.stretches(), self.scenario
+        if self._starved() and "Shards of the center were lost together with their backups" in self.output():
+            return
         last = [worker for worker, _ in stretches[-1][1]]
+        assert all((self.folder / f"end.{rank}.json").exists() for rank in range(len(last))), about
         ends = [self.end(rank) for rank in range(len(last))]
         assert [end["pid"] for end in ends] == last, about
-        codes = [process.poll() for number, process in enumerate(self.processes) if number not in self._lost]
-        assert codes == [0] * len(last), about
+        for number in set(range(len(self.processes))) - self._lost:
+            if int((self.folder / f"here.{number}").read_text()) in last:
+                assert self.processes[number].poll() == 0, about
+            else:  # It got no processor for so long that the others have ended without it.
+                assert "is over" in (self.folder / f"output.{number}").read_text(), about
         for end in ends:
             assert end["center"] == ends[0]["center"], about
-        if scenario.fixed:
-            np.testing.assert_allclose(ends[0]["center"], FIXED, rtol=0, atol=1e-3, err_msg=about)
+        if scenario.digits:
+            assert ends[0]["accuracy"] >= ACCURACY, about
             return
         center, workers = expected(
             scenario.algorithm,
@@ -146,29 +192,34 @@ class EventfulJob(Job):
             overlap=scenario.overlap,
             int8=scenario.int8,
             steps=ends[0]["steps"],
+            forgetting=self.forgetting(),
         )
-        tolerance = 1e-5 if scenario.int8 else 1e-9
         for end, worker in zip(ends, workers.values(), strict=True):
-            np.testing.assert_allclose(end["center"], center, rtol=0, atol=tolerance, err_msg=about)
-            np.testing.assert_allclose(end["x"], worker.x, rtol=0, atol=tolerance, err_msg=about)
+            np.testing.assert_allclose(end["center"], center, rtol=0, atol=1e-9, err_msg=about)
+            np.testing.assert_allclose(end["x"], worker.x, rtol=0, atol=1e-9, err_msg=about)
 
 
 def play(folders: Mapping[str, Path], events: int, seed: int) -> dict[str, EventfulJob]:
-    """Run jobs at the same time, with events in each; return them, ended.
+    """Run jobs, some at the same time, with events in each; return them, ended.
 
     Raises:
         AssertionError: the workers of one have not gone on.
     """
     with rendezvous() as address:
         jobs = {name: EventfulJob(name, folder, address, seed) for name, folder in folders.items()}
-        plays = {name: job.play(events) for name, job in jobs.items()}
+        waiting = list(jobs.values())
+        running: dict[EventfulJob, Iterator[None]] = {}
         deadline = time.monotonic() + PATIENCE * (SECONDS + 20 * events)
         try:
-            while plays:
-                for name, running in list(plays.items()):
-                    if next(running, True) is True:
-                        del plays[name]
-                assert time.monotonic() < deadline, "\n".join(jobs[name].output() for name in plays)
+            while waiting or running:
+                for job in waiting[: AT_ONCE - len(running)]:
+                    waiting.remove(job)
+                    running[job] = job.play(events)
+                for job, events_of_job in list(running.items()):
+                    if next(events_of_job, True) is True:
+                        job.stop()
+                        del running[job]
+                assert time.monotonic() < deadline, "\n".join(job.output() for job in running)
                 time.sleep(0.02)
             return jobs
         finally:

@@ -86,6 +86,16 @@ class Job:
         A worker is a process, and how often it has joined as a new one. A stretch that not all ranks have begun had no
         exchange.
         """
+        return [
+            (stretch[0]["step"], [(line["pid"], line["forgotten"]) for line in stretch]) for stretch in self._begun()
+        ]
+
+    def forgetting(self) -> list[set[int]]:
+        """Return the ranks that begin each stretch without what they have not sent of sums."""
+        return [{line["rank"] for line in stretch if line["forgets_sums"]} for stretch in self._begun()]
+
+    def _begun(self) -> list[list[dict[str, Any]]]:
+        """Return what the ranks have told when they began each stretch."""
         file = self.folder / "begun"
         lines = [json.loads(line) for line in (file.read_text() if file.exists() else "").splitlines()]
         lines.sort(key=lambda line: (line["round"], line["rank"]))
@@ -94,7 +104,7 @@ class Job:
             stretch = list(group)
             assert len({(line["step"], line["size"]) for line in stretch}) == 1, stretch
             if len(stretch) == stretch[0]["size"]:
-                found.append((stretch[0]["step"], [(line["pid"], line["forgotten"]) for line in stretch]))
+                found.append(stretch)
         return found
 
 

@@ -2,15 +2,15 @@
 
 HVD_PERIODIC_RENDEZVOUS=... python -m tests.parallel.rendezvous_program SCENARIO FOLDER NUMBER
 
-Every worker descends on a quadratic of its rank. Whoever begins a stretch of training says so in ``FOLDER/begun``, and
-at the end everybody writes what it has.
+Every worker descends on quadratics of its rank, or trains digits. Whoever begins a stretch of training says so in
+``FOLDER/begun``, and at the end everybody writes what it has.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ import torch.distributed as dist
 import hvd_periodic.torch as hvdp
 from tests.parallel.elastic_events import FOLDER, begin, end
 from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, SIZE, target
-from tests.parallel.rendezvous_scenarios import EVENTS, FIXED, HANGING, SCENARIOS, Scenario, read_file, replace_file
+from tests.parallel.rendezvous_scenarios import EVENTS, HANGING, SCENARIOS, Scenario, read_file, replace_file
 from tests.parallel.rendezvous_worker import UserError, arrive, happen, wait_for_the_others
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 class State(hvdp.elastic.State):
@@ -42,23 +44,63 @@ def goes_on(scenario: Scenario, step: int) -> bool:
     while True:
         fence, last = read_file(FOLDER / "fence")
         if step < fence:
-            time.sleep(0.005 * (1 + dist.get_rank() % 2))
+            time.sleep(0.02 * (1 + dist.get_rank() % 2))
             return True
         if last:
             return False
         time.sleep(0.02)
 
 
-def target_of(scenario: Scenario, step: int) -> Sequence[torch.Tensor]:
-    """Return where this rank descends to in a step, for each parameter."""
-    values = FIXED if scenario.fixed else target(dist.get_rank(), step)
-    return torch.tensor(values, dtype=torch.float64).split(SIZE // 2)
+class Quadratics(torch.nn.Module):
+    """Each rank and each step has another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y = (torch.nn.Parameter(torch.zeros(SIZE // 2, dtype=torch.float64)) for _ in range(2))
+
+    def descend(self, step: int) -> None:
+        """Set the gradients of a step."""
+        to = torch.tensor(target(dist.get_rank(), step), dtype=torch.float64).split(SIZE // 2)
+        self.x.grad, self.y.grad = self.x.detach() - to[0], self.y.detach() - to[1]
+
+
+class Digits(torch.nn.Module):
+    """The network of the examples; each rank and each step has other images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sys.path.insert(0, str(EXAMPLES))
+        import digits_torch
+
+        torch.manual_seed(0)
+        self.network = digits_torch.build_model()
+        self._training, self._test = (data.tensors for data in digits_torch.data())
+
+    def descend(self, step: int) -> None:
+        """Set the gradients of a step."""
+        images, labels = self._training
+        among = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        batch = torch.randint(len(labels), (32,), generator=among)
+        self.zero_grad()
+        torch.nn.functional.cross_entropy(self.network(images[batch]), labels[batch]).backward()
+
+    @torch.no_grad()
+    def accuracy(self) -> float:
+        """Return the fraction of other images that it recognizes."""
+        images, labels = self._test
+        self.eval()
+        return float((self.network(images).argmax(dim=1) == labels).float().mean())
+
+
+def forgets_sums(optimizer: hvdp.PeriodicOptimizer) -> bool:
+    """Return whether this rank has nothing left of what 8 bits have not sent of the sums that it forms."""
+    kept = optimizer.synchronizer.tensor_groups.parameters.error_feedback.second_hop_residual
+    return kept is None or not any(tensor.any() for tensor in kept.tensors())
 
 
 def main(scenario: Scenario, number: int) -> None:
     """Train."""
-    model = torch.nn.Module()
-    model.x, model.y = (torch.nn.Parameter(torch.zeros(SIZE // 2, dtype=torch.float64)) for _ in range(2))
+    model = Digits() if scenario.digits else Quadratics()
     local = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
     algorithm = {"easgd": hvdp.EASGD, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}[scenario.algorithm]
     optimizer = hvdp.PeriodicOptimizer(
@@ -79,13 +121,13 @@ def main(scenario: Scenario, number: int) -> None:
     @hvdp.elastic.run
     def train(state: Any) -> str:
         steps, number = optimizer.synchronizer.local_steps, state.job._state.view.round
-        begin(dist.get_rank(), dist.get_world_size(), steps, round=number, forgotten=state.forgotten)
+        forgets = {"forgotten": state.forgotten, "forgets_sums": forgets_sums(optimizer)}
+        begin(dist.get_rank(), dist.get_world_size(), steps, round=number, **forgets)
         while goes_on(scenario, state.batch):
             step = state.batch
             if scenario.what != "events":
                 happen(scenario, step, state)
-            for parameter, to in zip(model.parameters(), target_of(scenario, step), strict=True):
-                parameter.grad = parameter.detach() - to
+            model.descend(step)
             state.batch += 1
             optimizer.step()
         optimizer.finalize()
@@ -100,12 +142,13 @@ def main(scenario: Scenario, number: int) -> None:
     replica = values(model)
     with optimizer.center():
         center = values(model)
-    end(dist.get_rank(), x=replica, center=center, steps=optimizer.synchronizer.local_steps, batch=state.batch)
+        more = {"accuracy": model.accuracy()} if isinstance(model, Digits) else {}
+    end(dist.get_rank(), x=replica, center=center, steps=optimizer.synchronizer.local_steps, batch=state.batch, **more)
 
 
 def values(model: torch.nn.Module) -> list[float]:
     """Return all parameters."""
-    found: list[float] = torch.cat([each.detach() for each in model.parameters()]).tolist()
+    found: list[float] = torch.cat([each.detach().reshape(-1) for each in model.parameters()]).tolist()
     return found
 
 

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FIXED = [1.0, -2.0, 0.5, 3.0]
-"""Where ranks descend to that descend to one point."""
-
 
 @dataclass(frozen=True)
 class Scenario:
@@ -27,13 +24,13 @@ class Scenario:
         wait_step: local steps before which ranks wait until another worker waits to take part.
         wait_size: their number, below which nobody trains.
         again: whether another worker takes part in the end, or the same one again.
-        steps: local steps in all.
+        steps: local steps in all; of ``events``, after the last of them.
         overlap: steps for which exchanges are in flight.
         fragments: parts that are exchanged in turn.
         int8: whether messages are in 8 bits.
         timeout: seconds for which ranks wait for each other.
         lost: seconds without a sign of life after which a worker is lost.
-        fixed: whether all ranks descend to one point in all steps.
+        digits: whether they train the network of the examples, instead of descending on quadratics.
         loop: in Keras: ``fit``; or ``compiled`` or ``eager`` steps; empty: in PyTorch.
     """
 
@@ -51,7 +48,7 @@ class Scenario:
     int8: bool = False
     timeout: float | None = None
     lost: float = 30.0
-    fixed: bool = False
+    digits: bool = False
     loop: str = ""
 
 
@@ -80,12 +77,15 @@ KERAS_COMPILED = {
 """Jobs of Keras, in compiled steps of a loop."""
 
 EVENTS = {
-    "easgd, replicated, in flight": Scenario("easgd", overlap=2, what="events", lost=5),
     "diloco, replicated, in flight": Scenario("diloco", overlap=2, what="events", lost=5),
+    "diloco, replicated, 8 bits": Scenario("diloco", int8=True, what="events", lost=5),
+    "diloco, replicated, 8 bits, in flight": Scenario("diloco", overlap=2, int8=True, what="events", lost=5),
     "diloco, sharded": Scenario("diloco", "sharded", what="events", lost=5),
-    "agn, root": Scenario("agn", "root", what="events", lost=5),
+    "easgd, replicated, in flight": Scenario("easgd", overlap=2, what="events", lost=5),
     "easgd, sharded": Scenario("easgd", "sharded", what="events", lost=5),
-    "agn, 8 bits": Scenario("agn", int8=True, fixed=True, what="events", lost=5),
+    "agn, root": Scenario("agn", "root", what="events", lost=5),
+    "agn, replicated, 8 bits, in flight": Scenario("agn", overlap=2, int8=True, what="events", lost=5),
+    "digits": Scenario("diloco", overlap=2, int8=True, what="events", lost=5, digits=True, steps=200),
 }
 """Jobs to which random events happen."""
 

@@ -36,7 +36,23 @@ HERE = threading.local()
 
 
 class Tensors(ThreadCommunicator):
-    """Threads that scatter tensors, as Horovod does."""
+    """Threads that scatter tensors, and hear of a loss when they wait for what travels, as Horovod does."""
+
+    def allreduce(self, *arguments: Any, **options: Any) -> Callable[[], Any]:
+        """Reduce at once; wait for a loss."""
+        return _in_time(super().allreduce, *arguments, **options)
+
+    def begin_allgather(self, *arguments: Any) -> Callable[[], Any]:
+        """Gather at once; wait for a loss."""
+        return _in_time(super().begin_allgather, *arguments)
+
+    def alltoall(self, *arguments: Any) -> Callable[[], Any]:
+        """Exchange at once; wait for a loss."""
+        return _in_time(super().alltoall, *arguments)
+
+    def reducescatter(self, *arguments: Any) -> Callable[[], Any]:
+        """Reduce at once; wait for a loss."""
+        return _in_time(super().reducescatter, *arguments)
 
     def scatter(self, buffer: Any, counts: Any, name: str) -> Callable[[], Any]:
         """Return a new tensor."""
@@ -46,6 +62,19 @@ class Tensors(ThreadCommunicator):
     def tile(self, buffer: Any, times: int) -> Any:
         """Return a new tensor."""
         return buffer.repeat(times)
+
+
+def _in_time(begin: Callable[..., Callable[[], Any]], *arguments: Any, **options: Any) -> Callable[[], Any]:
+    """Return what waits for a collective, also where a rank was lost in it."""
+    try:
+        return begin(*arguments, **options)
+    except losing.LostError as error:
+        lost = error
+
+    def wait() -> Any:
+        raise lost
+
+    return wait
 
 
 @dataclass
