@@ -138,9 +138,11 @@ class GraphCoding(Coding[Any]):
         """Return rows concatenated side by side."""
         return tf.concat(list(parts), axis=-1)
 
-    def largest(self, x: Any, count: int) -> Any:
+    def largest(self, x: Any, count: int, floor: float = 0.0) -> Any:
         """Return the indices of the largest magnitudes of rows, in ascending order; ties go to the lower index."""
-        return tf.sort(tf.math.top_k(tf.abs(x), count).indices)
+        magnitudes = tf.abs(x)
+        compared = tf.where(magnitudes > floor, magnitudes, tf.zeros([], x.dtype))
+        return tf.sort(tf.math.top_k(compared, count).indices)
 
     def take(self, x: Any, places: Any) -> Any:
         """Return the elements of every row at its indices."""

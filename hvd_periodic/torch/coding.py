@@ -24,6 +24,8 @@ _TYPES = {
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their number of bytes."""
 
+_OF_ARRAYS: Coding[np.ndarray[Any, Any]] = Coding()
+
 
 class TensorCoding(Coding[torch.Tensor]):
     """The operations of wires on tensors on any device."""
@@ -144,9 +146,12 @@ class TensorCoding(Coding[torch.Tensor]):
         """Return the rows of several tensors, joined side by side."""
         return torch.cat(list(parts), -1)
 
-    def largest(self, x: torch.Tensor, count: int) -> torch.Tensor:
+    def largest(self, x: torch.Tensor, count: int, floor: float = 0.0) -> torch.Tensor:
         """Return the indices of the largest magnitudes of every row; of equal ones, the first."""
+        if x.is_cpu:
+            return torch.from_numpy(np.asarray(_OF_ARRAYS.largest(x.detach().numpy(), count, floor)))
         magnitudes = x.abs()
+        magnitudes = torch.where(magnitudes > floor, magnitudes, 0.0)
         least = magnitudes.topk(count).values[:, -1:]
         chosen = magnitudes >= least
         if int(chosen.count_nonzero()) > x.shape[0] * count:

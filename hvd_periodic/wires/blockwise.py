@@ -19,7 +19,8 @@ SMALLEST_SCALE = 2.0**-118
 """Scales up to this are 0. TensorFlow treats numbers below 2^-126, the smallest normal float32, as 0, while numpy and
 PyTorch compute with them; beside a larger scale than this, they are sent as 0 either way."""
 
-_SMALLEST = 2.0**-126
+SMALLEST_TERM = 2.0**-126
+"""Magnitudes up to this are not summed."""
 
 
 class Blockwise(Encoded):
@@ -112,7 +113,7 @@ def magnitudes(coding: Coding[V], x: V, size: int) -> V:
         array([1.171875e+36, 1.562500e-02, 0.000000e+00], dtype=float32)
     """
     scaled: Any = abs(x) * (1.0 / size)  # type: ignore[arg-type]
-    return scaled * coding.exceeds(scaled, _SMALLEST)  # type: ignore[no-any-return]
+    return scaled * coding.exceeds(scaled, SMALLEST_TERM)  # type: ignore[no-any-return]
 
 
 def sums(coding: Coding[V], x: V) -> V:
