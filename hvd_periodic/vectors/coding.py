@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -10,6 +10,9 @@ import numpy as np
 V = TypeVar("V")
 
 _TYPES = {"f4": np.float32, "f2": np.float16, "i1": np.int8, "i4": np.int32, "u1": np.uint8}
+ROUNDER = 1.5 * 2.0**23
+"""In a float32 as large as this, the lowest bit stands for 1."""
+
 BLOCK = 128 * 2**10
 """Number of elements to compute at once, so that intermediate results stay in the processor's cache."""
 
@@ -99,6 +102,14 @@ class Coding(Generic[V]):
         """Return ``x`` with smaller elements replaced by the limit."""
         return cast(V, np.maximum(x, limit))
 
+    def above(self, x: Any, floor: float) -> V:
+        """Return ``x``, with 0 where the magnitude is not larger than the floor."""
+        return cast(V, x * (np.abs(x) > floor).astype(np.float32))
+
+    def count(self, x: Any) -> V:
+        """Return the number of ones in every row of zeros and ones in float32, as an axis of length 1."""
+        return cast(V, x.sum(axis=-1, keepdims=True))
+
     def exceeds(self, x: Any, limit: Any) -> V:
         """Return 1 where an element of float32 is larger than the limit, a number or an array, and 0 elsewhere."""
         return cast(V, (x > limit).astype(np.float32))
@@ -111,6 +122,15 @@ class Coding(Generic[V]):
         """Return the integers nearest to ``x / y``; 0 where ``y`` is 0."""
         ratio: Any = self.ratio(x, y)
         return cast(V, np.rint(ratio))
+
+    def rounded(self, x: Any, offset: int) -> V:
+        """Return, as ``"u1"``, the lowest byte of the integers nearest to float32 plus an offset, an even number.
+
+        Of two, the even one. Magnitudes are less than 2^21: the lowest bits of the sum with 1.5 · 2^23 are the integer.
+        Overwrites ``x``.
+        """
+        x += np.float32(ROUNDER + offset)
+        return cast(V, x.view(np.int32).astype(np.uint8))
 
     def exponents(self, x: Any) -> V:
         """Return, as ``"i4"``, the k for which 2^k is nearest to a positive float32; of two, the even k."""
@@ -130,6 +150,8 @@ class Coding(Generic[V]):
 
         Rows are whole bytes. The numbers of a byte are read as one integer, and shifted on top of each other.
         """
+        if bits == 1:
+            return cast(V, np.packbits(x.reshape(-1), bitorder="little").reshape(len(x), -1))
         words = np.ascontiguousarray(x).view(f"u{8 // bits}")
         found = words
         for i in range(1, 8 // bits):
@@ -138,15 +160,40 @@ class Coding(Generic[V]):
 
     def bits(self, x: Any, count: int) -> V:
         """Return the lowest bits of integers as ``"u1"``, the lowest first, on another axis."""
-        return cast(V, ((x[..., None] >> np.arange(count, dtype=np.int32)) & 1).astype(np.uint8))
+        found = np.unpackbits(np.ascontiguousarray(x).view(np.uint8).reshape(-1), bitorder="little")
+        return cast(V, found.reshape(*x.shape, -1)[..., :count])
 
     def looked_up(self, table: np.ndarray[Any, Any], x: Any) -> V:
         """Return, for every byte of ``x``, the two or four float32 that are one entry of a table of 256."""
         return cast(V, np.take(table, x).view(np.float32))
 
+    def in_turn(self, parts: Iterable[Sequence[V]], widths: Sequence[int]) -> V:
+        """Return rows side by side, of parts that are computed one after another, and copied while they are in the cache.
+
+        Args:
+            parts: the next columns of each of several arrays.
+            widths: the columns of each array in the result: all of the first, then all of the second, and so on.
+        """
+        places = [sum(widths[:i]) for i in range(len(widths))]
+        result: Any = None
+        for part in parts:
+            arrays: Sequence[Any] = part
+            if [array.shape[1] for array in arrays] == list(widths):
+                return self.joined(arrays)
+            if result is None:
+                result = self.new_rows(arrays[0], sum(widths))
+            for i, array in enumerate(arrays):
+                result[:, places[i] : places[i] + array.shape[1]] = array
+                places[i] += array.shape[1]
+        return cast(V, result)
+
+    def new_rows(self, x: Any, length: int) -> V:
+        """Return as many rows as ``x`` has, of a length and the type of ``x``, with any values."""
+        return cast(V, np.empty((len(x), length), x.dtype))
+
     def joined(self, parts: Sequence[Any]) -> V:
         """Return rows side by side."""
-        return cast(V, np.concatenate(parts, axis=-1))
+        return cast(V, parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1))
 
     def largest(self, x: Any, count: int, floor: float = 0.0) -> V:
         """Return the indices, in every row of float32, of the ``count`` elements that are largest in magnitude.

@@ -55,20 +55,22 @@ class Blockwise(Encoded):
     def encode(self, coding: Coding[V], rows: V) -> V:
         """Return the scales of every row, then its codes."""
         array: Any = rows
-        parts = [self._encoded(coding, array[:, start:stop]) for start, stop in self._ranges(coding, rows)]
-        scales, codes = zip(*parts, strict=True)
-        return coding.joined([*scales, *codes])
+        _, length = coding.sizes(rows)
+        parts = (self._encoded(coding, array[:, start:stop]) for start, stop in self._ranges(coding, rows))
+        return coding.in_turn(parts, (SCALE_BYTES * -(-length // self.block), -(-length * self.bits // 8)))
 
     def decode(self, coding: Coding[V], payload: V, length: int) -> V:
         """Multiply the scales by what their codes stand for."""
         array: Any = payload
         first_code = SCALE_BYTES * -(-length // self.block)
-        parts: list[V] = []
-        for start, stop in self._ranges(coding, payload, length):
-            scales = array[:, SCALE_BYTES * start // self.block : SCALE_BYTES * -(-stop // self.block)]
-            codes = array[:, first_code + start * self.bits // 8 : first_code + -(-stop * self.bits // 8)]
-            parts.append(self._decoded(coding, scales, codes, stop - start))
-        return parts[0] if len(parts) == 1 else coding.joined(parts)
+
+        def parts() -> Iterator[tuple[V]]:
+            for start, stop in self._ranges(coding, payload, length):
+                scales = array[:, SCALE_BYTES * start // self.block : SCALE_BYTES * -(-stop // self.block)]
+                codes = array[:, first_code + start * self.bits // 8 : first_code + -(-stop * self.bits // 8)]
+                yield (self._decoded(coding, scales, codes, stop - start),)
+
+        return coding.in_turn(parts(), (length,))
 
     def _encoded(self, coding: Coding[V], rows: V) -> tuple[V, V]:
         """Return the bytes of the scales and of the codes."""
@@ -112,8 +114,9 @@ def magnitudes(coding: Coding[V], x: V, size: int) -> V:
         >>> magnitudes(Coding(), np.array([3e38, -4.0, 1e-36], "f4"), 256)
         array([1.171875e+36, 1.562500e-02, 0.000000e+00], dtype=float32)
     """
-    scaled: Any = abs(x) * (1.0 / size)  # type: ignore[arg-type]
-    return scaled * coding.exceeds(scaled, SMALLEST_TERM)  # type: ignore[no-any-return]
+    array: Any = x
+    scaled: Any = coding.above(array * (1.0 / size), SMALLEST_TERM)
+    return abs(scaled)  # type: ignore[no-any-return]
 
 
 def sums(coding: Coding[V], x: V) -> V:

@@ -151,14 +151,11 @@ def _bytes_of_bits(coding: Coding[V], bits: V) -> V:
 
 def _bits_of_bytes(coding: Coding[V], row: V, count: int) -> V:
     """Return the first bits of a row of bytes."""
-    bits: Any = coding.reshape(coding.bits(coding.cast(row, "i4"), 8), 1, -1)
+    bits: Any = coding.reshape(coding.bits(row, 8), 1, -1)
     return bits[:, :count]  # type: ignore[no-any-return]
 
 
 def _numbers(coding: Coding[V], bits: V) -> V:
     """Return the integers of which these are the bits, the lowest first."""
-    array: Any = coding.cast(bits, "i4")
-    total: Any = array[:, 0]
-    for i in range(1, coding.sizes(bits)[1]):
-        total = total + array[:, i] * 2**i
-    return total  # type: ignore[no-any-return]
+    found: Any = coding.from_bytes(coding.packed(coding.padded(bits, 32), 1), "i4")
+    return found[:, 0]  # type: ignore[no-any-return]

@@ -47,9 +47,9 @@ class Int2(Blockwise):
         found: Any = magnitudes(coding, blocks, size)
         threshold: Any = coding.ratio(sums(coding, found), counts) * _SHARE  # type: ignore[operator]
         large: Any = coding.exceeds(found, threshold)
-        means: Any = coding.ratio(sums(coding, found * large), sums(coding, large))
-        negative: Any = coding.exceeds(-blocks, 0.0)  # type: ignore[operator]
-        return means * size, coding.cast(large + large * negative, "u1")
+        means: Any = coding.ratio(sums(coding, found * large), coding.count(large))
+        positive: Any = coding.exceeds(blocks, 0.0)
+        return means * size, coding.rounded(large * (2.0 - positive), 0)
 
     def multiples(self, coding: Coding[V], payload: V) -> V:
         """Return 0, 1 and −1."""
