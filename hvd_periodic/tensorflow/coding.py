@@ -94,6 +94,10 @@ class GraphCoding(Coding[Any]):
         """Return 1 where an element is larger than the limit, and 0 elsewhere."""
         return tf.cast(x > limit, tf.float32)
 
+    def negative(self, x: Any) -> Any:
+        """Return 1 where an element is less than 0, and 0 elsewhere."""
+        return tf.cast(x < 0, tf.float32)
+
     def ratio(self, x: Any, y: Any) -> Any:
         """Return ``x / y``; 0 where ``y`` is 0. Graphs compute a plain division by a constant as a product."""
         return tf.math.divide_no_nan(x, y)

@@ -11,7 +11,7 @@ import torch
 
 from hvd_periodic.torch import foreach
 from hvd_periodic.torch.dtypes import REALS
-from hvd_periodic.vectors.coding import BLOCK, ROUNDER, Coding
+from hvd_periodic.vectors.coding import BLOCK, ROUNDER, Coding, shifts
 
 _TYPES = {
     "f4": torch.float32,
@@ -107,6 +107,10 @@ class TensorCoding(Coding[torch.Tensor]):
         """Return 1 where an element is larger than the limit; several times as fast as a boolean that is converted."""
         return torch.gt(x, limit, out=torch.empty_like(x))
 
+    def negative(self, x: torch.Tensor) -> torch.Tensor:
+        """Return 1 where an element is less than 0."""
+        return torch.lt(x, 0.0, out=torch.empty_like(x))
+
     def ratio(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return ``x / y``; 0 where ``y`` is 0."""
         return x / y.masked_fill(y == 0, torch.inf)
@@ -136,11 +140,10 @@ class TensorCoding(Coding[torch.Tensor]):
         """Return rows of numbers of 1, 2, 4 or 8 bits in as many bits each."""
         if bits == 1 and x.is_cpu:
             return torch.from_numpy(np.asarray(_OF_ARRAYS.packed(x.numpy(), 1)))
+        if bits == 8:
+            return x
         words = x.contiguous().view(_WORDS[8 // bits])
-        found = words
-        for i in range(1, 8 // bits):
-            found = found | (words >> (8 - bits) * i)
-        return found.to(torch.uint8)
+        return (words * shifts(bits) >> (64 // bits - 8)).to(torch.uint8)
 
     def bits(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """Return the lowest bits of integers, the lowest first."""

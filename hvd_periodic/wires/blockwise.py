@@ -114,9 +114,9 @@ def magnitudes(coding: Coding[V], x: V, size: int) -> V:
         >>> magnitudes(Coding(), np.array([3e38, -4.0, 1e-36], "f4"), 256)
         array([1.171875e+36, 1.562500e-02, 0.000000e+00], dtype=float32)
     """
-    array: Any = x
-    scaled: Any = coding.above(array * (1.0 / size), SMALLEST_TERM)
-    return abs(scaled)  # type: ignore[no-any-return]
+    found: Any = abs(x)  # type: ignore[arg-type]
+    found *= 1.0 / size
+    return coding.above(found, SMALLEST_TERM)
 
 
 def sums(coding: Coding[V], x: V) -> V:

@@ -133,7 +133,7 @@ class ChunkedTopK(Encoded):
         any_above: Any = coding.exceeds(above, 0.0)
         upper_mean = upper_mean + lower_mean * (1.0 - any_above)
         scales: Any = coding.joined([lower_mean, upper_mean])
-        negative: Any = coding.exceeds(-signed, 0.0)
+        negative: Any = coding.negative(signed)
         values = coding.bits(coding.cast(upper + 2.0 * negative, "i4"), _VALUE_BITS)
         return coding.to_bytes(scales * size), coding.bits(places, self._place_bits), values
 

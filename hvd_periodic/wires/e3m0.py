@@ -46,7 +46,7 @@ class E3M0(Blockwise):
         largest = scales_of(coding, blocks, 1)
         of_largest: Any = coding.ratio(abs(blocks), largest)  # type: ignore[arg-type]
         levels: Any = coding.wide(coding.exponents(coding.at_least(of_largest, _POWERS[1])))
-        negative: Any = coding.exceeds(-blocks, 0.0)  # type: ignore[operator]
+        negative: Any = coding.negative(blocks)
         sent: Any = coding.exceeds(of_largest, _POWERS[1] / 2)
         return largest, coding.cast((levels + 7.0 + 8.0 * negative) * sent, "u1")
 
