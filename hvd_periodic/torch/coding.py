@@ -125,8 +125,13 @@ class TensorCoding(Coding[torch.Tensor]):
 
     def exponents(self, x: torch.Tensor) -> torch.Tensor:
         """Return the exponents of the nearest powers of 2."""
-        bits = x.contiguous().view(torch.int32)
-        return ((bits + 0x3FFFFF + ((bits >> 23) & 1)) >> 23) - 127
+        bits = x.view(torch.int32)
+        odd = bits >> 23
+        odd &= 1
+        bits += odd
+        bits += 0x3FFFFF - (127 << 23)
+        bits >>= 23
+        return bits
 
     def to_bytes(self, x: torch.Tensor) -> torch.Tensor:
         """Return the bytes of every row."""

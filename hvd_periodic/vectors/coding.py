@@ -137,9 +137,17 @@ class Coding(Generic[V]):
         return cast(V, x.view(np.int32).astype(np.uint8))
 
     def exponents(self, x: Any) -> V:
-        """Return, as ``"i4"``, the k for which 2^k is nearest to a positive float32; of two, the even k."""
-        bits = np.ascontiguousarray(x).view(np.int32)
-        return cast(V, ((bits + 0x3FFFFF + ((bits >> 23) & 1)) >> 23) - 127)  # Bit 23 is that of an odd k + 127.
+        """Return, as ``"i4"``, the k for which 2^k is nearest to a positive float32; of two, the even k.
+
+        Overwrites ``x``.
+        """
+        bits = x.view(np.int32)
+        odd = bits >> 23  # Bit 23 is that of an odd k + 127.
+        odd &= 1
+        bits += odd
+        bits += 0x3FFFFF - (127 << 23)
+        bits >>= 23
+        return cast(V, bits)
 
     def to_bytes(self, x: Any) -> V:
         """Return the memory of every row as ``"u1"``."""
@@ -152,7 +160,7 @@ class Coding(Generic[V]):
     def packed(self, x: Any, bits: int) -> V:
         """Return rows of ``"u1"``, numbers of 1, 2, 4 or 8 bits, in as many bits each; the first in the lowest bits.
 
-        Rows are whole bytes. The numbers of a byte are read as one integer, and shifted on top of each other by a product.
+        Rows are whole bytes. The numbers of a byte are read as one integer, and a product shifts them side by side.
         """
         if bits == 1:
             return cast(V, np.packbits(x.reshape(-1), bitorder="little").reshape(len(x), -1))
@@ -169,7 +177,9 @@ class Coding(Generic[V]):
         return cast(V, np.take(table, x).view(np.float32))
 
     def in_turn(self, parts: Iterable[Sequence[V]], widths: Sequence[int]) -> V:
-        """Return rows side by side, of parts that are computed one after another, and copied while they are in the cache.
+        """Return rows side by side, of parts that are computed one after another.
+
+        Each is copied to its place while it is in the cache.
 
         Args:
             parts: the next columns of each of several arrays.

@@ -50,7 +50,7 @@ class Blockwise(Encoded):
 
     @abstractmethod
     def multiples(self, coding: Coding[V], payload: V) -> V:
-        """Return the elements of these rows of codes, in float32 and in multiples of their scales."""
+        """Return the elements of these rows of codes, in float32 and in multiples of their scales; a new value."""
 
     def encode(self, coding: Coding[V], rows: V) -> V:
         """Return the scales of every row, then its codes."""
@@ -89,7 +89,8 @@ class Blockwise(Encoded):
         scales: Any = coding.reshape(coding.from_bytes(scale_bytes, "f4"), count, blocks, 1)
         multiples = self.multiples(coding, coding.padded(code_bytes, blocks * self.block * self.bits // 8))
         values: Any = coding.reshape(multiples, count, blocks, self.block)
-        whole: Any = coding.reshape(values * scales, count, blocks * self.block)
+        values *= scales
+        whole: Any = coding.reshape(values, count, blocks * self.block)
         return whole[:, :length]  # type: ignore[no-any-return]
 
     def _ranges(self, coding: Coding[V], rows: V, length: int | None = None) -> Iterator[tuple[int, int]]:
