@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,9 +82,21 @@ class GraphCoding(Coding[Any]):
         """Return ``x`` with smaller elements replaced by the limit."""
         return tf.maximum(x, tf.constant(limit, x.dtype))
 
+    def above(self, x: Any, floor: float) -> Any:
+        """Return ``x``, with 0 where the magnitude is not larger than the floor."""
+        return tf.where(tf.abs(x) > floor, x, tf.zeros([], x.dtype))
+
+    def count(self, x: Any) -> Any:
+        """Return the number of ones in every row."""
+        return tf.reduce_sum(x, axis=-1, keepdims=True)
+
     def exceeds(self, x: Any, limit: Any) -> Any:
         """Return 1 where an element is larger than the limit, and 0 elsewhere."""
         return tf.cast(x > limit, tf.float32)
+
+    def negative(self, x: Any) -> Any:
+        """Return 1 where an element is less than 0, and 0 elsewhere."""
+        return tf.cast(x < 0, tf.float32)
 
     def ratio(self, x: Any, y: Any) -> Any:
         """Return ``x / y``; 0 where ``y`` is 0. Graphs compute a plain division by a constant as a product."""
@@ -93,6 +105,10 @@ class GraphCoding(Coding[Any]):
     def quotient(self, x: Any, y: Any) -> Any:
         """Return the integers nearest to ``x / y``; 0 where ``y`` is 0."""
         return tf.round(self.ratio(x, y))
+
+    def rounded(self, x: Any, offset: int) -> Any:
+        """Return the lowest byte of the nearest integers plus an offset."""
+        return tf.bitcast(tf.cast(tf.round(x) + float(offset), tf.int32), tf.uint8)[..., 0]
 
     def exponents(self, x: Any) -> Any:
         """Return the exponents of the nearest powers of 2."""
@@ -125,7 +141,7 @@ class GraphCoding(Coding[Any]):
 
     def bits(self, x: Any, count: int) -> Any:
         """Return the lowest bits of integers, the lowest first."""
-        shifted = tf.bitwise.right_shift(x[..., None], tf.range(count, dtype=tf.int32))
+        shifted = tf.bitwise.right_shift(tf.cast(x, tf.int32)[..., None], tf.range(count, dtype=tf.int32))
         return tf.cast(tf.bitwise.bitwise_and(shifted, 1), tf.uint8)
 
     def looked_up(self, table: np.ndarray[Any, Any], x: Any) -> Any:
@@ -134,13 +150,17 @@ class GraphCoding(Coding[Any]):
         *rows, length = self.sizes(x)
         return tf.reshape(tf.gather(tf.constant(entries), tf.cast(x, tf.int32)), [*rows, length * entries.shape[1]])
 
+    def in_turn(self, parts: Iterable[Sequence[Any]], widths: Sequence[int]) -> Any:
+        """Return the arrays side by side."""
+        return self.joined([self.joined(arrays) for arrays in zip(*parts, strict=True)])
+
     def joined(self, parts: Sequence[Any]) -> Any:
         """Return rows concatenated side by side."""
         return tf.concat(list(parts), axis=-1)
 
-    def largest(self, x: Any, count: int) -> Any:
+    def largest(self, x: Any, count: int, floor: float = 0.0) -> Any:
         """Return the indices of the largest magnitudes of rows, in ascending order; ties go to the lower index."""
-        return tf.sort(tf.math.top_k(tf.abs(x), count).indices)
+        return tf.sort(tf.math.top_k(tf.abs(self.above(x, floor)), count).indices)
 
     def take(self, x: Any, places: Any) -> Any:
         """Return the elements of every row at its indices."""

@@ -11,7 +11,7 @@ import torch
 
 from hvd_periodic.torch import foreach
 from hvd_periodic.torch.dtypes import REALS
-from hvd_periodic.vectors.coding import BLOCK, Coding
+from hvd_periodic.vectors.coding import BLOCK, ROUNDER, Coding, shifts
 
 _TYPES = {
     "f4": torch.float32,
@@ -23,6 +23,8 @@ _TYPES = {
 }
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their number of bytes."""
+
+_OF_ARRAYS: Coding[np.ndarray[Any, Any]] = Coding()
 
 
 class TensorCoding(Coding[torch.Tensor]):
@@ -83,37 +85,53 @@ class TensorCoding(Coding[torch.Tensor]):
     def constant(self, values: Any, other: torch.Tensor) -> torch.Tensor:
         """Return numbers as float32, on the device of ``other``."""
         numbers = np.asarray(values, np.float32)
-        most = numbers.flat[0]
-        # Filled on the device: to copy from host memory makes the host wait. Few differ from the first.
-        found = torch.full(numbers.shape, float(most), dtype=torch.float32, device=other.device)
-        for i in np.flatnonzero(numbers != most):
-            found.view(-1)[int(i)].fill_(float(numbers.flat[i]))
-        return found
+        return _constant(numbers.tobytes(), numbers.shape, other.device)
 
     def max_abs(self, x: torch.Tensor) -> torch.Tensor:
         """Return the largest magnitude of every row."""
-        return x.abs().amax(-1, keepdim=True)
+        return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)).abs_()
 
     def at_least(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         """Return ``x`` with smaller elements replaced by the limit."""
         return x.clamp_min(limit)
 
+    def above(self, x: torch.Tensor, floor: float) -> torch.Tensor:
+        """Return ``x``, with 0 where the magnitude is not larger than the floor."""
+        return torch.nn.functional.hardshrink(x, floor)
+
+    def count(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the number of ones in every row."""
+        return x.sum(-1, keepdim=True)
+
     def exceeds(self, x: torch.Tensor, limit: float | torch.Tensor) -> torch.Tensor:
         """Return 1 where an element is larger than the limit; several times as fast as a boolean that is converted."""
         return torch.gt(x, limit, out=torch.empty_like(x))
 
+    def negative(self, x: torch.Tensor) -> torch.Tensor:
+        """Return 1 where an element is less than 0."""
+        return torch.lt(x, 0.0, out=torch.empty_like(x))
+
     def ratio(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return ``x / y``; 0 where ``y`` is 0."""
-        return x / torch.where(y == 0, torch.full_like(y, torch.inf), y)
+        return x / y.masked_fill(y == 0, torch.inf)
 
     def quotient(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the integers nearest to ``x / y``; 0 where ``y`` is 0."""
         return self.ratio(x, y).round_()
 
+    def rounded(self, x: torch.Tensor, offset: int) -> torch.Tensor:
+        """Return the lowest byte of the nearest integers plus an offset."""
+        return x.add_(ROUNDER + offset).view(torch.int32).to(torch.uint8)
+
     def exponents(self, x: torch.Tensor) -> torch.Tensor:
         """Return the exponents of the nearest powers of 2."""
-        bits = x.contiguous().view(torch.int32)
-        return ((bits + 0x3FFFFF + ((bits >> 23) & 1)) >> 23) - 127
+        bits = x.view(torch.int32)
+        odd = bits >> 23
+        odd &= 1
+        bits += odd
+        bits += 0x3FFFFF - (127 << 23)
+        bits >>= 23
+        return bits
 
     def to_bytes(self, x: torch.Tensor) -> torch.Tensor:
         """Return the bytes of every row."""
@@ -125,14 +143,17 @@ class TensorCoding(Coding[torch.Tensor]):
 
     def packed(self, x: torch.Tensor, bits: int) -> torch.Tensor:
         """Return rows of numbers of 1, 2, 4 or 8 bits in as many bits each."""
+        if bits == 1 and x.is_cpu:
+            return torch.from_numpy(np.asarray(_OF_ARRAYS.packed(x.numpy(), 1)))
+        if bits == 8:
+            return x
         words = x.contiguous().view(_WORDS[8 // bits])
-        found = words
-        for i in range(1, 8 // bits):
-            found = found | (words >> (8 - bits) * i)
-        return found.to(torch.uint8)
+        return (words * shifts(bits) >> (64 // bits - 8)).to(torch.uint8)
 
     def bits(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """Return the lowest bits of integers, the lowest first."""
+        if x.is_cpu:
+            return torch.from_numpy(np.asarray(_OF_ARRAYS.bits(x.numpy(), count)))
         return ((x.unsqueeze(-1) >> torch.arange(count, dtype=torch.int32, device=x.device)) & 1).to(torch.uint8)
 
     def looked_up(self, table: np.ndarray[Any, Any], x: torch.Tensor) -> torch.Tensor:
@@ -142,11 +163,17 @@ class TensorCoding(Coding[torch.Tensor]):
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the rows of several tensors, joined side by side."""
-        return torch.cat(list(parts), -1)
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
 
-    def largest(self, x: torch.Tensor, count: int) -> torch.Tensor:
+    def new_rows(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        """Return rows with any values."""
+        return x.new_empty(len(x), length)
+
+    def largest(self, x: torch.Tensor, count: int, floor: float = 0.0) -> torch.Tensor:
         """Return the indices of the largest magnitudes of every row; of equal ones, the first."""
-        magnitudes = x.abs()
+        if x.is_cpu:
+            return torch.from_numpy(np.asarray(_OF_ARRAYS.largest(x.detach().numpy(), count, floor)))
+        magnitudes = self.above(x, floor).abs_()
         least = magnitudes.topk(count).values[:, -1:]
         chosen = magnitudes >= least
         if int(chosen.count_nonzero()) > x.shape[0] * count:
@@ -174,6 +201,17 @@ class TensorCoding(Coding[torch.Tensor]):
     def scattered(self, values: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
         """Return rows of zeros with these values at these indices."""
         return values.new_zeros(values.shape[0], length).scatter_(1, places.long(), values)
+
+
+@lru_cache
+def _constant(numbers: bytes, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return float32 on a device, which are not overwritten; kept there, as small operations take the host long."""
+    values = np.frombuffer(numbers, np.float32)
+    # Filled on the device: to copy from host memory makes the host wait. Few differ from the first.
+    found = torch.full(shape, float(values[0]), dtype=torch.float32, device=device)
+    for i in np.flatnonzero(values != values[0]):
+        found.view(-1)[int(i)].fill_(float(values[i]))
+    return found
 
 
 @lru_cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -10,8 +10,14 @@ import numpy as np
 V = TypeVar("V")
 
 _TYPES = {"f4": np.float32, "f2": np.float16, "i1": np.int8, "i4": np.int32, "u1": np.uint8}
+ROUNDER = 1.5 * 2.0**23
+"""In a float32 as large as this, the lowest bit stands for 1."""
+
 BLOCK = 128 * 2**10
 """Number of elements to compute at once, so that intermediate results stay in the processor's cache."""
+
+_GROUP = 16
+"""Elements of a group, of which only the largest is compared with others at first."""
 
 _LARGEST = {"f2": 65504.0, "bf2": 3.3895313892515355e38}
 
@@ -96,9 +102,21 @@ class Coding(Generic[V]):
         """Return ``x`` with smaller elements replaced by the limit."""
         return cast(V, np.maximum(x, limit))
 
+    def above(self, x: Any, floor: float) -> V:
+        """Return ``x``, with 0 where the magnitude is not larger than the floor."""
+        return cast(V, x * (np.abs(x) > floor).astype(np.float32))
+
+    def count(self, x: Any) -> V:
+        """Return the number of ones in every row of zeros and ones in float32, as an axis of length 1."""
+        return cast(V, x.sum(axis=-1, keepdims=True))
+
     def exceeds(self, x: Any, limit: Any) -> V:
         """Return 1 where an element of float32 is larger than the limit, a number or an array, and 0 elsewhere."""
         return cast(V, (x > limit).astype(np.float32))
+
+    def negative(self, x: Any) -> V:
+        """Return 1 where an element of float32 is less than 0, and 0 elsewhere."""
+        return cast(V, (x < 0).astype(np.float32))
 
     def ratio(self, x: Any, y: Any) -> V:
         """Return ``x / y``; 0 where ``y`` is 0."""
@@ -109,10 +127,27 @@ class Coding(Generic[V]):
         ratio: Any = self.ratio(x, y)
         return cast(V, np.rint(ratio))
 
+    def rounded(self, x: Any, offset: int) -> V:
+        """Return, as ``"u1"``, the lowest byte of the integers nearest to float32 plus an offset, an even number.
+
+        Of two, the even one. Magnitudes are less than 2^21: the lowest bits of the sum with 1.5 · 2^23 are the integer.
+        Overwrites ``x``.
+        """
+        x += np.float32(ROUNDER + offset)
+        return cast(V, x.view(np.int32).astype(np.uint8))
+
     def exponents(self, x: Any) -> V:
-        """Return, as ``"i4"``, the k for which 2^k is nearest to a positive float32; of two, the even k."""
-        bits = np.ascontiguousarray(x).view(np.int32)
-        return cast(V, ((bits + 0x3FFFFF + ((bits >> 23) & 1)) >> 23) - 127)  # Bit 23 is that of an odd k + 127.
+        """Return, as ``"i4"``, the k for which 2^k is nearest to a positive float32; of two, the even k.
+
+        Overwrites ``x``.
+        """
+        bits = x.view(np.int32)
+        odd = bits >> 23  # Bit 23 is that of an odd k + 127.
+        odd &= 1
+        bits += odd
+        bits += 0x3FFFFF - (127 << 23)
+        bits >>= 23
+        return cast(V, bits)
 
     def to_bytes(self, x: Any) -> V:
         """Return the memory of every row as ``"u1"``."""
@@ -125,38 +160,60 @@ class Coding(Generic[V]):
     def packed(self, x: Any, bits: int) -> V:
         """Return rows of ``"u1"``, numbers of 1, 2, 4 or 8 bits, in as many bits each; the first in the lowest bits.
 
-        Rows are whole bytes. The numbers of a byte are read as one integer, and shifted on top of each other.
+        Rows are whole bytes. The numbers of a byte are read as one integer, and a product shifts them side by side.
         """
+        if bits == 1:
+            return cast(V, np.packbits(x.reshape(-1), bitorder="little").reshape(len(x), -1))
         words = np.ascontiguousarray(x).view(f"u{8 // bits}")
-        found = words
-        for i in range(1, 8 // bits):
-            found = found | (words >> (8 - bits) * i)
-        return cast(V, found.astype(np.uint8))
+        return cast(V, (words * shifts(bits) >> (64 // bits - 8)).astype(np.uint8))
 
     def bits(self, x: Any, count: int) -> V:
         """Return the lowest bits of integers as ``"u1"``, the lowest first, on another axis."""
-        return cast(V, ((x[..., None] >> np.arange(count, dtype=np.int32)) & 1).astype(np.uint8))
+        found = np.unpackbits(np.ascontiguousarray(x).view(np.uint8).reshape(-1), bitorder="little")
+        return cast(V, found.reshape(*x.shape, -1)[..., :count])
 
     def looked_up(self, table: np.ndarray[Any, Any], x: Any) -> V:
         """Return, for every byte of ``x``, the two or four float32 that are one entry of a table of 256."""
         return cast(V, np.take(table, x).view(np.float32))
 
+    def in_turn(self, parts: Iterable[Sequence[V]], widths: Sequence[int]) -> V:
+        """Return rows side by side, of parts that are computed one after another.
+
+        Each is copied to its place while it is in the cache.
+
+        Args:
+            parts: the next columns of each of several arrays.
+            widths: the columns of each array in the result: all of the first, then all of the second, and so on.
+        """
+        places = [sum(widths[:i]) for i in range(len(widths))]
+        result: Any = None
+        for part in parts:
+            arrays: Sequence[Any] = part
+            if [array.shape[1] for array in arrays] == list(widths):
+                return self.joined(arrays)
+            if result is None:
+                result = self.new_rows(arrays[0], sum(widths))
+            for i, array in enumerate(arrays):
+                result[:, places[i] : places[i] + array.shape[1]] = array
+                places[i] += array.shape[1]
+        return cast(V, result)
+
+    def new_rows(self, x: Any, length: int) -> V:
+        """Return as many rows as ``x`` has, of a length and the type of ``x``, with any values."""
+        return cast(V, np.empty((len(x), length), x.dtype))
+
     def joined(self, parts: Sequence[Any]) -> V:
         """Return rows side by side."""
-        return cast(V, np.concatenate(parts, axis=-1))
+        return cast(V, parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1))
 
-    def largest(self, x: Any, count: int) -> V:
-        """Return the indices, in every row, of the ``count`` elements that are largest in magnitude.
+    def largest(self, x: Any, count: int, floor: float = 0.0) -> V:
+        """Return the indices, in every row of float32, of the ``count`` elements that are largest in magnitude.
 
-        They are in ascending order; among equal elements, the first are chosen.
+        They are in ascending order; among equal elements, the first are chosen. Magnitudes up to the floor count as 0.
         """
-        magnitudes = np.abs(x)
-        least = np.partition(magnitudes, x.shape[1] - count)[:, x.shape[1] - count, None]
-        chosen = magnitudes >= least
-        if np.count_nonzero(chosen) > x.shape[0] * count:
-            larger = magnitudes > least
-            chosen &= larger | (np.cumsum(chosen & ~larger, axis=1) <= count - larger.sum(axis=1, keepdims=True))
-        return cast(V, np.nonzero(chosen)[1].reshape(-1, count).astype(np.int32))
+        step = max(BLOCK // x.shape[1], 1)
+        parts = [_largest(x[start : start + step], count, floor) for start in range(0, len(x), step)]
+        return cast(V, np.concatenate(parts))
 
     def take(self, x: Any, places: Any) -> V:
         """Return the elements of every row at its indices."""
@@ -180,3 +237,55 @@ class Coding(Generic[V]):
         result = np.zeros((values.shape[0], length), values.dtype)
         np.put_along_axis(result, places, values, axis=1)
         return cast(V, result)
+
+
+def shifts(bits: int) -> int:
+    """Return the factor that moves numbers of a few bits, one per byte, side by side into the highest byte.
+
+    No two of their copies meet.
+
+    Example:
+        >>> hex(0x0302 * shifts(4) & 0xFFFF)
+        '0x3220'
+    """
+    return sum(1 << (64 // bits - 8 - (8 - bits) * i) for i in range(8 // bits))
+
+
+def _largest(x: Any, count: int, floor: float) -> Any:
+    """Return the indices that :meth:`Coding.largest` returns, of rows that are computed at once.
+
+    The elements of a row are put into groups. As many groups as are to be chosen have a largest element that reaches
+    the least of these maxima: the rows of few candidates above it are searched, instead of all elements.
+    """
+    rows, length = x.shape
+    magnitudes = np.abs(x)
+    size = min(length // (4 * count), _GROUP)
+    groups = magnitudes
+    if size > 1:
+        groups = magnitudes[:, : length // size * size].reshape(rows, size, -1).max(axis=1)
+    least = _at_rank(groups, count)
+    found = np.flatnonzero(magnitudes >= np.where(least > floor, least, 0))
+    values = magnitudes.reshape(-1)[found]
+    values[values <= floor] = 0
+    counts = np.diff(np.searchsorted(found, length * np.arange(rows + 1)))
+    taken = np.arange(counts.max()) < counts[:, None]
+    candidates = np.full(taken.shape, -1, np.float32)
+    candidates[taken] = values
+    least = _at_rank(candidates, count)
+    chosen = candidates >= least
+    if np.count_nonzero(chosen) > rows * count:
+        larger = candidates > least
+        chosen &= larger | (np.cumsum(chosen & ~larger, axis=1) <= count - larger.sum(axis=1, keepdims=True))
+    places = found[chosen[taken]].reshape(rows, count) - length * np.arange(rows)[:, None]
+    return places.astype(np.int32)
+
+
+def _at_rank(x: Any, rank: int) -> Any:
+    """Return the element of every row that has so many elements from it on; as integers, float32 are found faster.
+
+    Example:
+        >>> _at_rank(np.array([[1.0, 3.0, 2.0]], "f4"), 2)
+        array([[2.]], dtype=float32)
+    """
+    first = x.shape[1] - rank
+    return np.partition(x.view(np.int32), first)[:, first, None].view(np.float32)

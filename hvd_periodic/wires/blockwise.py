@@ -19,7 +19,8 @@ SMALLEST_SCALE = 2.0**-118
 """Scales up to this are 0. TensorFlow treats numbers below 2^-126, the smallest normal float32, as 0, while numpy and
 PyTorch compute with them; beside a larger scale than this, they are sent as 0 either way."""
 
-_SMALLEST = 2.0**-126
+SMALLEST_TERM = 2.0**-126
+"""Magnitudes up to this are not summed."""
 
 
 class Blockwise(Encoded):
@@ -49,25 +50,27 @@ class Blockwise(Encoded):
 
     @abstractmethod
     def multiples(self, coding: Coding[V], payload: V) -> V:
-        """Return the elements of these rows of codes, in float32 and in multiples of their scales."""
+        """Return the elements of these rows of codes, in float32 and in multiples of their scales; a new value."""
 
     def encode(self, coding: Coding[V], rows: V) -> V:
         """Return the scales of every row, then its codes."""
         array: Any = rows
-        parts = [self._encoded(coding, array[:, start:stop]) for start, stop in self._ranges(coding, rows)]
-        scales, codes = zip(*parts, strict=True)
-        return coding.joined([*scales, *codes])
+        _, length = coding.sizes(rows)
+        parts = (self._encoded(coding, array[:, start:stop]) for start, stop in self._ranges(coding, rows))
+        return coding.in_turn(parts, (SCALE_BYTES * -(-length // self.block), -(-length * self.bits // 8)))
 
     def decode(self, coding: Coding[V], payload: V, length: int) -> V:
         """Multiply the scales by what their codes stand for."""
         array: Any = payload
         first_code = SCALE_BYTES * -(-length // self.block)
-        parts: list[V] = []
-        for start, stop in self._ranges(coding, payload, length):
-            scales = array[:, SCALE_BYTES * start // self.block : SCALE_BYTES * -(-stop // self.block)]
-            codes = array[:, first_code + start * self.bits // 8 : first_code + -(-stop * self.bits // 8)]
-            parts.append(self._decoded(coding, scales, codes, stop - start))
-        return parts[0] if len(parts) == 1 else coding.joined(parts)
+
+        def parts() -> Iterator[tuple[V]]:
+            for start, stop in self._ranges(coding, payload, length):
+                scales = array[:, SCALE_BYTES * start // self.block : SCALE_BYTES * -(-stop // self.block)]
+                codes = array[:, first_code + start * self.bits // 8 : first_code + -(-stop * self.bits // 8)]
+                yield (self._decoded(coding, scales, codes, stop - start),)
+
+        return coding.in_turn(parts(), (length,))
 
     def _encoded(self, coding: Coding[V], rows: V) -> tuple[V, V]:
         """Return the bytes of the scales and of the codes."""
@@ -86,7 +89,8 @@ class Blockwise(Encoded):
         scales: Any = coding.reshape(coding.from_bytes(scale_bytes, "f4"), count, blocks, 1)
         multiples = self.multiples(coding, coding.padded(code_bytes, blocks * self.block * self.bits // 8))
         values: Any = coding.reshape(multiples, count, blocks, self.block)
-        whole: Any = coding.reshape(values * scales, count, blocks * self.block)
+        values *= scales
+        whole: Any = coding.reshape(values, count, blocks * self.block)
         return whole[:, :length]  # type: ignore[no-any-return]
 
     def _ranges(self, coding: Coding[V], rows: V, length: int | None = None) -> Iterator[tuple[int, int]]:
@@ -111,8 +115,9 @@ def magnitudes(coding: Coding[V], x: V, size: int) -> V:
         >>> magnitudes(Coding(), np.array([3e38, -4.0, 1e-36], "f4"), 256)
         array([1.171875e+36, 1.562500e-02, 0.000000e+00], dtype=float32)
     """
-    scaled: Any = abs(x) * (1.0 / size)  # type: ignore[arg-type]
-    return scaled * coding.exceeds(scaled, _SMALLEST)  # type: ignore[no-any-return]
+    found: Any = abs(x)  # type: ignore[arg-type]
+    found *= 1.0 / size
+    return coding.above(found, SMALLEST_TERM)
 
 
 def sums(coding: Coding[V], x: V) -> V:

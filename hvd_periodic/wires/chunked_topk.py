@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from hvd_periodic.arguments import require_int
 from hvd_periodic.vectors.coding import Coding
-from hvd_periodic.wires.blockwise import SCALE_BYTES, magnitudes, sums
+from hvd_periodic.wires.blockwise import SCALE_BYTES, SMALLEST_TERM, magnitudes, sums
 from hvd_periodic.wires.encoded import Encoded
 
 V = TypeVar("V")
@@ -69,7 +69,7 @@ class ChunkedTopK(Encoded):
         """Return the magnitudes, places and values of the one row."""
         array: Any = rows
         parts = []
-        for start, stop, count in self._ranges(coding, rows, coding.sizes(rows)[1]):
+        for start, stop, count in self._ranges(coding.sizes(rows)[1]):
             chunks = coding.reshape(array[:, start:stop], count, -1)
             parts.append([coding.reshape(part, 1, -1) for part in self._chosen(coding, chunks)])
         scales, places, values = (coding.joined(each) for each in zip(*parts, strict=True))
@@ -78,8 +78,9 @@ class ChunkedTopK(Encoded):
     def decode(self, coding: Coding[V], payload: V, length: int) -> V:
         """Return the elements at their places, zeros elsewhere."""
         array: Any = payload
-        chunks = -(-length // self.chunk)
-        sent = length // self.chunk * self.keep + self._count(length % self.chunk)
+        ranges = list(self._ranges(length))
+        chunks = sum(count for _, _, count in ranges)
+        sent = sum(count * self._count((stop - start) // count) for start, stop, count in ranges)
         first = 2 * SCALE_BYTES * chunks
         second = first + -(-sent * self._place_bits // 8)
         scales: Any = coding.reshape(coding.from_bytes(array[:, :first], "f4"), chunks, 2)
@@ -87,7 +88,7 @@ class ChunkedTopK(Encoded):
         places: Any = _numbers(coding, coding.reshape(bits, sent, self._place_bits))
         values: Any = coding.reshape(_bits_of_bytes(coding, array[:, second:], _VALUE_BITS * sent), sent, _VALUE_BITS)
         parts, chunk, element = [], 0, 0
-        for start, stop, count in self._ranges(coding, payload, length):
+        for start, stop, count in ranges:
             size = (stop - start) // count
             some = slice(element, element := element + count * self._count(size))
             between: Any = scales[chunk : (chunk := chunk + count)]
@@ -105,23 +106,20 @@ class ChunkedTopK(Encoded):
         """Return how many elements of a chunk of some size travel."""
         return -(-self.keep * size // self.chunk)
 
-    def _ranges(self, coding: Coding[V], rows: V, length: int) -> Iterator[tuple[int, int, int]]:
-        """Yield ranges of elements that are best computed one after another, and the number of their chunks."""
-        together, whole = coding.at_once(rows), length - length % self.chunk
-        step = max(whole if together is None else together // self.chunk * self.chunk, self.chunk)
-        for start in range(0, whole, step):
-            stop = min(start + step, whole)
-            yield start, stop, (stop - start) // self.chunk
-        if whole < length:
-            yield whole, length, 1
+    def _ranges(self, length: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the range of the whole chunks and that of the shorter one, with the number of chunks in each."""
+        whole = length - length % self.chunk
+        for start, stop, count in ((0, whole, whole // self.chunk), (whole, length, 1)):
+            if start < stop:
+                yield start, stop, count
 
     def _chosen(self, coding: Coding[V], chunks: V) -> tuple[V, V, V]:
         """Return a0 and a1 of every chunk as bytes; and the bits of the places and of the values."""
         count = self._count(coding.sizes(chunks)[1])
         size = 1 << (count - 1).bit_length()
-        scaled = magnitudes(coding, chunks, size)
-        places = coding.largest(scaled, count)
-        found: Any = coding.take(scaled, places)
+        places = coding.largest(chunks, count, size * SMALLEST_TERM)
+        signed: Any = coding.take(chunks, places)
+        found: Any = magnitudes(coding, signed, size)
 
         def summed(x: V) -> Any:
             return sums(coding, coding.padded(x, size))
@@ -135,8 +133,7 @@ class ChunkedTopK(Encoded):
         any_above: Any = coding.exceeds(above, 0.0)
         upper_mean = upper_mean + lower_mean * (1.0 - any_above)
         scales: Any = coding.joined([lower_mean, upper_mean])
-        signed: Any = coding.take(chunks, places)
-        negative: Any = coding.exceeds(-signed, 0.0)
+        negative: Any = coding.negative(signed)
         values = coding.bits(coding.cast(upper + 2.0 * negative, "i4"), _VALUE_BITS)
         return coding.to_bytes(scales * size), coding.bits(places, self._place_bits), values
 
@@ -154,14 +151,11 @@ def _bytes_of_bits(coding: Coding[V], bits: V) -> V:
 
 def _bits_of_bytes(coding: Coding[V], row: V, count: int) -> V:
     """Return the first bits of a row of bytes."""
-    bits: Any = coding.reshape(coding.bits(coding.cast(row, "i4"), 8), 1, -1)
+    bits: Any = coding.reshape(coding.bits(row, 8), 1, -1)
     return bits[:, :count]  # type: ignore[no-any-return]
 
 
 def _numbers(coding: Coding[V], bits: V) -> V:
     """Return the integers of which these are the bits, the lowest first."""
-    array: Any = coding.cast(bits, "i4")
-    total: Any = array[:, 0]
-    for i in range(1, coding.sizes(bits)[1]):
-        total = total + array[:, i] * 2**i
-    return total  # type: ignore[no-any-return]
+    found: Any = coding.from_bytes(coding.packed(coding.padded(bits, 32), 1), "i4")
+    return found[:, 0]  # type: ignore[no-any-return]

@@ -45,10 +45,13 @@ class E3M0(Blockwise):
         """Return M, and L of every element, with 8 added if it is negative and not sent as 0."""
         largest = scales_of(coding, blocks, 1)
         of_largest: Any = coding.ratio(abs(blocks), largest)  # type: ignore[arg-type]
-        levels: Any = coding.wide(coding.exponents(coding.at_least(of_largest, _POWERS[1])))
-        negative: Any = coding.exceeds(-blocks, 0.0)  # type: ignore[operator]
         sent: Any = coding.exceeds(of_largest, _POWERS[1] / 2)
-        return largest, coding.cast((levels + 7.0 + 8.0 * negative) * sent, "u1")
+        codes: Any = coding.negative(blocks)
+        codes *= 8.0
+        codes += coding.wide(coding.exponents(coding.at_least(of_largest, _POWERS[1])))
+        codes += 7.0
+        codes *= sent
+        return largest, coding.rounded(codes, 0)
 
     def multiples(self, coding: Coding[V], payload: V) -> V:
         """Return the powers, with their signs."""

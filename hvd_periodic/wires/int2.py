@@ -47,9 +47,12 @@ class Int2(Blockwise):
         found: Any = magnitudes(coding, blocks, size)
         threshold: Any = coding.ratio(sums(coding, found), counts) * _SHARE  # type: ignore[operator]
         large: Any = coding.exceeds(found, threshold)
-        means: Any = coding.ratio(sums(coding, found * large), sums(coding, large))
-        negative: Any = coding.exceeds(-blocks, 0.0)  # type: ignore[operator]
-        return means * size, coding.cast(large + large * negative, "u1")
+        found *= large
+        means: Any = coding.ratio(sums(coding, found), coding.count(large))
+        codes: Any = coding.negative(blocks)
+        codes += 1.0
+        codes *= large
+        return means * size, coding.rounded(codes, 0)
 
     def multiples(self, coding: Coding[V], payload: V) -> V:
         """Return 0, 1 and −1."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from hvd_periodic.vectors.coding import Coding
 from hvd_periodic.wires.blockwise import Blockwise, lookup_table, scales_of
@@ -39,8 +39,7 @@ class Int4(Blockwise):
     def quantize(self, coding: Coding[V], blocks: V, length: int) -> tuple[V, V]:
         """Return the scales, and q + 8 of every element."""
         scales = scales_of(coding, blocks, _LEVELS)
-        levels: Any = coding.quotient(blocks, scales)
-        return scales, coding.cast(levels + 8.0, "u1")
+        return scales, coding.rounded(coding.ratio(blocks, scales), 8)
 
     def multiples(self, coding: Coding[V], payload: V) -> V:
         """Return q."""

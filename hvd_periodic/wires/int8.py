@@ -40,8 +40,7 @@ class Int8(Blockwise):
     def quantize(self, coding: Coding[V], blocks: V, length: int) -> tuple[V, V]:
         """Return the scales, and a byte per element, clipped: a scale below 1e-38 is not exact."""
         scales = coding.ratio(coding.max_abs(blocks), coding.constant(_LEVELS, blocks))
-        levels = coding.clip(coding.quotient(blocks, scales), _LEVELS)
-        return scales, coding.to_bytes(coding.cast(levels, "i1"))
+        return scales, coding.rounded(coding.clip(coding.ratio(blocks, scales), _LEVELS), 0)
 
     def multiples(self, coding: Coding[V], payload: V) -> V:
         """Return the integers."""

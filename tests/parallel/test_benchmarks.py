@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("horovod.torch")
 
 
-from tests.benchmarks import language, sockets
+from tests.benchmarks import encoding, language, sockets
 from tests.benchmarks.methods import METHODS
 from tests.benchmarks.training import ALONE
 from tests.conftest import PATIENCE
@@ -136,6 +136,15 @@ def test_rows() -> None:
     for algorithm in ("averaging", "DiLoCo"):
         assert f"{algorithm}, whole table" in output
         assert f"{algorithm}, touched rows" in output
+
+
+def test_encoding(tmp_path: Path) -> None:
+    options = ["--elements", "5000", "--repetitions", "1", "--json", str(tmp_path / "results")]
+    output = start("python", 1, ["-m", "tests.benchmarks.encoding", *options], 90, "torch")
+    results = json.loads((tmp_path / "results").read_text())
+    assert {result["library"] for result in results} == {"PyTorch", "numpy"}
+    assert {result["wire"] for result in results} == set(encoding.WIRES)
+    assert all(f"{result['wire']}, {result['library']}" in output for result in results)
 
 
 @pytest.mark.parametrize("transport", ["window", thorough("service"), "none"])

@@ -75,6 +75,80 @@ def test_one_element_that_is_not_finite_is_seen(dtype: str, coding: Any, made: A
     assert coding.are_finite([])
 
 
+def largest_in_order(row: Array, count: int, floor: float) -> list[int]:
+    """Return the places of the largest magnitudes, by a stable sort."""
+    sizes = [abs(x) if abs(x) > floor else 0.0 for x in row.tolist()]
+    return sorted(sorted(range(len(sizes)), key=lambda i: -sizes[i])[:count])
+
+
+@pytest.mark.parametrize(("coding", "made"), codings())
+@pytest.mark.parametrize(("length", "count"), [(1, 1), (5, 5), (64, 15), (96, 12), (700, 10), (4096, 64), (5001, 50)])
+@pytest.mark.parametrize("floor", [0.0, 0.5])
+def test_the_largest_are_those_of_a_stable_sort(length: int, count: int, floor: float, coding: Any, made: Any) -> None:
+    """Whether groups are compared first or not; with many equal elements, and with all of the largest in one group."""
+    random = np.random.default_rng(length)
+    few = np.zeros(length)
+    few[random.integers(0, length, count)] = -1
+    near = np.linspace(0, 1, length)
+    near[:: max(length // count, 1)] += 2
+    rows = np.stack(
+        [
+            random.standard_normal(length),
+            random.choice([0.25, -0.5, 0.75, 1], length),
+            few,
+            near,
+            -near[::-1],
+            np.sort(random.standard_normal(length)),
+            np.where(np.arange(length) < count + 1, -3.0, 0.125),
+            np.full(length, 0.25),
+            np.zeros(length),
+        ]
+    ).astype("f4")
+    found = np.asarray(coding.largest(made(rows), count, floor))
+    assert found.dtype == np.int32
+    assert found.tolist() == [largest_in_order(row, count, floor) for row in rows]
+
+
+@pytest.mark.parametrize(("coding", "made"), codings())
+def test_the_largest_of_more_rows_than_are_compared_at_once(coding: Any, made: Any) -> None:
+    rows = np.random.default_rng(0).integers(-40, 40, (BLOCK // 50 + 3, 100)).astype("f4")
+    found = np.asarray(coding.largest(made(rows), 7))
+    sizes = -np.abs(rows)
+    assert np.array_equal(found, np.sort(np.argsort(sizes, axis=1, kind="stable")[:, :7], axis=1))
+
+
+@pytest.mark.parametrize(("coding", "made"), codings())
+def test_numbers_are_packed_and_unpacked(coding: Any, made: Any) -> None:
+    for bits in (1, 2, 4, 8):
+        numbers = np.random.default_rng(bits).integers(0, 2**bits, (3, 48)).astype("u1")
+        packed = np.asarray(coding.packed(made(numbers), bits))
+        expected = [sum(int(x) << bits * i for i, x in enumerate(row)) for row in numbers]
+        assert [int.from_bytes(row.tobytes(), "little") for row in packed] == expected
+        back = np.asarray(coding.bits(made(packed), 8)).reshape(3, -1, bits)
+        assert np.array_equal((back << np.arange(bits)).sum(-1), numbers)
+
+
+@pytest.mark.parametrize(("coding", "made"), codings())
+def test_ties_are_rounded_to_even(coding: Any, made: Any) -> None:
+    values = np.array([[-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 0.49999997, 127.0, -126.50001]], "f4")
+    for offset in (0, 8):
+        found = np.asarray(coding.rounded(made(values.copy()), offset))
+        assert found.tolist() == ((np.rint(values).astype(int) + offset) % 256).tolist()
+
+
+@pytest.mark.parametrize(("coding", "made"), codings())
+def test_parts_are_put_behind_each_other(coding: Any, made: Any) -> None:
+    columns = np.arange(24, dtype="u1").reshape(2, 12)
+    parts = [
+        (columns[:, 0:2], columns[:, 8:9]),
+        (columns[:, 2:5], columns[:, 9:10]),
+        (columns[:, 5:8], columns[:, 10:12]),
+    ]
+    for cut in (parts, [(columns[:, :8], columns[:, 8:])]):
+        found = coding.in_turn(([made(x.copy()) for x in part] for part in cut), (8, 4))
+        assert np.array_equal(np.asarray(found), columns)
+
+
 @pytest.mark.parametrize("length", [1, 255, 9000])
 def test_few_bits_of_pytorch_are_those_of_numpy(length: int) -> None:
     torch = pytest.importorskip("torch")
