@@ -97,6 +97,7 @@ def main(scenario: Scenario, number: int) -> None:
     """Train."""
     model = torch.nn.Module()
     model.x, model.y = (torch.nn.Parameter(torch.zeros(SIZE // 2, dtype=torch.float64)) for _ in range(2))
+    model.y.requires_grad = not scenario.thaws
     local = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
     algorithm = {"easgd": hvdp.EASGD, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}[scenario.algorithm]
     optimizer = hvdp.PeriodicOptimizer(
@@ -110,7 +111,7 @@ def main(scenario: Scenario, number: int) -> None:
         compression=hvdp.Compression.int8 if scenario.int8 else hvdp.Compression.none,
         timeout_seconds=scenario.timeout,
     )
-    state = State(model, optimizer, commit="exchange", batch=0)
+    state = State(model, optimizer, commit="exchange", batch=0, thawed=not scenario.thaws)
 
     (FOLDER / f"here.{number}").write_text(str(os.getpid()))
     while scenario.what != "events" and not all(
@@ -126,8 +127,11 @@ def main(scenario: Scenario, number: int) -> None:
             step = state.batch
             if scenario.what != "events":
                 happen(scenario, step, state)
+            if step == scenario.thaws and not state.thawed:
+                model.y.requires_grad = state.thawed = True
+                optimizer.adopt()
             for parameter, to in zip(model.parameters(), target_of(scenario, step), strict=True):
-                parameter.grad = parameter.detach() - to
+                parameter.grad = parameter.detach() - to if parameter.requires_grad else None
             state.batch += 1
             optimizer.step()
         optimizer.finalize()

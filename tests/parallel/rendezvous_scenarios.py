@@ -34,6 +34,7 @@ class Scenario:
         timeout: seconds for which ranks wait for each other.
         lost: seconds without a sign of life after which a worker is lost.
         fixed: whether all ranks descend to one point in all steps.
+        thaws: local steps after which the second half of the parameters is trained as well; 0: from the start.
     """
 
     algorithm: str
@@ -51,11 +52,12 @@ class Scenario:
     timeout: float | None = None
     lost: float = 30.0
     fixed: bool = False
+    thaws: int = 0
 
 
 SCENARIOS = {
     "killed, and another joins": Scenario("easgd", "sharded"),
-    "killed, on the root": Scenario("diloco", "root"),
+    "killed, on the root, after others were thawed": Scenario("diloco", "root", thaws=4),
     "killed, with fragments of 8 bits in flight": Scenario("diloco", fragments=2, overlap=2, int8=True),
     "stopped, and joins again": Scenario("agn", what="stop"),
     "raises an error, and lives on": Scenario("agn", "sharded", what="raise", again=False, lost=10_000),
