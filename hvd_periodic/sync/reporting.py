@@ -123,6 +123,8 @@ def report_exchange(
     """
     context, closes, limiter = exchanger.context, None, exchanger.tensor_groups.parameters.limiter
     norms = norms if limiter is None else limiter.reported()
+    if own.excluded is not None:  # Its message was not sent: no norm, rather than that of nothing.
+        norms = {name: norm for name, norm in norms.items() if name != "message_norm"}
     if not context.journal.listeners:
         return
     if exchanger.steps_agree:

@@ -89,16 +89,18 @@ def test_in_rounds_of_all_norms_are_bounded_as_synchronously(name: str, bounds: 
             np.testing.assert_array_equal(one, other)
     norms = [
         [
-            (line.get("message_norm"), line.get("mean_norm"))
+            (line.get("message_norm"), line.get("mean_norm"), line.get("left_out"))
             for line in lines
-            if line["event"] == "exchanged" and not line.get("left_out")
+            if line["event"] == "exchanged"
         ]
         for log in "qs"
         for lines in read_run_log(tmp_path / log).values()
     ]
     assert norms[:3] == norms[3:]
-    assert all((message is not None) == ("max_message_norm" in given) for message, _ in norms[0])
-    assert all((mean is not None) == ("max_mean_norm" in given) for _, mean in norms[0])
+    for message, mean, left_out in (line for lines in norms[:3] for line in lines):
+        assert (message is not None) == ("max_message_norm" in given and not left_out)
+        assert (mean is not None) == ("max_mean_norm" in given)
+    assert any(left_out for *_, left_out in norms[1]) == ("nonfinite" in given)
 
 
 @pytest.mark.parametrize("bound", [0.2, "median"])
