@@ -249,9 +249,12 @@ class Worker:
 
         If it is left out of a round, it sends zeros, and starts from the center that it gets. If it has no weight, so
         that it does not count, it sends zeros as well, and keeps its error memory; its own message is dropped once the
-        center has moved.
+        center has moved. Messages that it encodes are bounded here, as the holder sees them with the error memory only.
         """
         buckets, sent, residuals = list(all_buckets(parts)), 0, list[tuple[TensorGroup[Any], Bucket, Any]]()
+        limiter = parts[0].limiter
+        if limiter is not None and counts and not left_out:
+            exchange, _ = limiter.limit_message(exchange, parts[0].values.layout.buckets)
 
         def payloads() -> Iterator[np.ndarray]:
             nonlocal sent
