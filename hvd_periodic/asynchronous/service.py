@@ -94,6 +94,7 @@ class ServiceTransport(Transport):
         shard = CenterInMemory(parts, shares, workers, center)
         self._optimized = shard.optimized
         bind(optimizer, shard)
+        self.holds_center = place is not None
         self._service = None if place is None else self._start(shard, optimizer)
         where = f"rank {holders[0]}" if len(self._holders) == 1 else "every rank"
         self.description = f"messages to a service thread on {where}"

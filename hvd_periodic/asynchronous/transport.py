@@ -28,9 +28,11 @@ class Transport(ABC):
         missed: the staleness of the last exchange: pushes of other workers since this worker took the center before.
         relative_speed: the speed of this worker relative to the fastest, as of the last exchange; 0: not known yet.
         cut: the factor to which the message of this worker was reduced in the last round; None if it was not.
+        holds_center: the optimizer of the center is bound to the center, or to a share, in this process.
     """
 
     description: str
+    holds_center = True
     missed = 0
     relative_speed = 0.0
     cut: float | None = None

@@ -249,9 +249,12 @@ class Worker:
 
         If it is left out of a round, it sends zeros, and starts from the center that it gets. If it has no weight, so
         that it does not count, it sends zeros as well, and keeps its error memory; its own message is dropped once the
-        center has moved.
+        center has moved. Messages that it encodes are bounded here, as the holder sees them with the error memory only.
         """
         buckets, sent, residuals = list(all_buckets(parts)), 0, list[tuple[TensorGroup[Any], Bucket, Any]]()
+        limiter = parts[0].limiter
+        if limiter is not None and counts and not left_out:
+            exchange, _ = limiter.limit_message(exchange, parts[0].values.layout.buckets)
 
         def payloads() -> Iterator[np.ndarray]:
             nonlocal sent
@@ -376,11 +379,15 @@ class Worker:
 
         If each worker goes on from a state of its own, one whose pushes in that state are not those in the root's takes
         the center, and so do all if their number has changed: of an algorithm for which workers keep what they took.
+
+        Raises:
+            ValueError: as :meth:`check`; on all ranks.
         """
         membership = self.membership
         if membership.is_root and state is None:
             text = "No center was saved with the replica of rank %d: the center starts from that replica"
             membership.log.warning(text, membership.root)
+        self._check_all(state)
         rank = self.communicator.rank
         own = None if state is None else state.get("pushes") or {}
         loaded = self.communicator.allgather_object(own, f"hvd_periodic.{membership.number}.center")
@@ -420,8 +427,8 @@ class Worker:
         """Check a state before it is loaded.
 
         Raises:
-            ValueError: the state of the center's optimizer was saved with other holders; or the state counts rounds,
-                and this training has none, or the other way round.
+            ValueError: the state of the center's optimizer was saved with other holders, or does not fit the optimizer
+                of this holder; or the state counts rounds, and this training has none, or the other way round.
             RuntimeError: there is no transport yet, which decides who holds the center.
         """
         _ = self.transport
@@ -436,7 +443,26 @@ class Worker:
                 "differently. Start from its center instead"
             )
         holders = Sharded(self.communicator, self.membership.root) if self._has_shards else self.placements[0]
-        holders.select(state["center_optimizer"])
+        of_holder = holders.select(state["center_optimizer"])
+        if of_holder is not None and self.transport.holds_center:
+            self._outer.check(of_holder)
+
+    def _check_all(self, state: dict[str, Any] | None) -> None:
+        """Check the state of every rank before it is the center, as that of a model file only is now; collective.
+
+        Raises:
+            ValueError: as :meth:`check`; on all ranks.
+        """
+        problem = None
+        try:
+            if state is not None:
+                self.check(state)
+        except ValueError as error:
+            problem = str(error)
+        told = self.communicator.allgather_object(problem, f"hvd_periodic.{self.membership.number}.fits")
+        problem = problem or next((each for each in told if each is not None), None)
+        if problem is not None:
+            raise ValueError(problem)
 
     def _publish_file(self) -> None:
         """Rename the center's file to its final name, once training has begun and its initial state has been read."""

@@ -373,7 +373,9 @@ class TensorGroup(Generic[V]):
         x, worker = self._read(bucket, slot), self._read_all(self.worker, bucket)
         copies = {key: space.copy(vector) for key, vector in worker.items()}
         center = x
-        if self.algorithm.reads_before:
+        if self._keeps_taken:
+            center = worker[_TAKEN]
+        elif self.algorithm.reads_before:
             center = self.published_center(bucket, exchange)
         out = self._replica.scratch(bucket, slot + 1)
         return self.algorithm.message(space, x, copies, center, exchange, out=out)[0]
@@ -390,8 +392,10 @@ class TensorGroup(Generic[V]):
         return message
 
     def packed(self, bucket: Bucket, exchange: Exchange) -> tuple[V, V]:
-        """Return :meth:`payload` as bytes, with the residual of earlier ones; and its own, to be kept later."""
-        return self.error_feedback.pack(bucket, self.payload(bucket, exchange), int(exchange.size))
+        """Return :meth:`payload`, cut, as bytes, with the residual of earlier ones; and its own, to be kept later."""
+        message = self.payload(bucket, exchange)
+        message = message if exchange.cut is None else self._replica.space.scale(exchange.cut, message)
+        return self.error_feedback.pack(bucket, message, int(exchange.size))
 
     def pull(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
         """Pull a bucket of the replica, given the published center: by what was sent, if the message was cut."""

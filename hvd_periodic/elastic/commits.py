@@ -86,6 +86,14 @@ class CommittableOptimizer(Committable):
     def rejoin(self, name: str) -> None:
         """Switch to the current ranks, with a new prefix for the names of collectives; communicates nothing."""
 
+    def take_set_of(self, source: int, copied: Any) -> None:
+        """Train the same parameters as the rank ``source`` did when it committed; collective.
+
+        Args:
+            source: a rank that holds the commit.
+            copied: the state in this rank's own commit; None if it has none.
+        """
+
     def has_whole(self, copied: Any) -> bool:
         """Return whether a state that :meth:`copied` returned has the center; not if a shard was loaded from a file."""
         return all(vectors.get("center") for vectors in self.exchanges_in(copied)["vectors"].values())
@@ -300,6 +308,8 @@ class Commits:
     ) -> Objects:
         """Resume from a commit that all ``holders`` have; the first sends it to joining ranks. Return its objects."""
         source = min(holders)
+        for name, each in self._exchanges().items():
+            each.take_set_of(source, None if own is None else own.states[name])
         wholes = {
             name: kept.restore_center(communicator, *(own.parts(name) if own is not None else (None, None)))
             for name, kept in self._exchanges().items()

@@ -14,6 +14,7 @@ from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors
 from hvd_periodic.asynchronous.hub import HubTransport, Round
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers import Placement
+from hvd_periodic.centers.norm_bounds import NormBounds
 from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
@@ -77,6 +78,8 @@ class WithQuorum(Asynchronous[V]):
             if kind.algorithm.reduction != "sum":  # A maximum must not fall; what is the root's is refused.
                 tensors[number] = kind._replace(algorithm=kind.algorithm.asynchronous_variant(size))
         shared = [ExchangedTensors(kind.values.layout, kind.algorithm) for kind in tensors]
+        bounds = context.bounds or NormBounds()
+        _check_wire(context.wire, exchanged.algorithm, bounds)
         algorithm, optimized, power = exchanged.algorithm, exchanged.outer is not None, context.staleness_power
         keeps_taken = algorithm.reads_before and algorithm.reads_after
         shared[0] = replace(
@@ -84,10 +87,9 @@ class WithQuorum(Asynchronous[V]):
             optimized=optimized,
             staleness_power=power,
             sends_messages=keeps_taken,
-            bounds=context.bounds,
+            bounds=bounds._replace(message=None) if context.wire.lossy else context.bounds,
             wire=context.wire,
         )
-        _check_wire(context.wire, shared[0])
         outer = exchanged.center_optimizer
         self.worker = Worker(membership, exchanged.replica, outer, shared, False, use_locking, quorum=quorum)
         groups = exchanged.groups(
@@ -96,6 +98,7 @@ class WithQuorum(Asynchronous[V]):
             membership,
             wire=context.wire,
             error_decay=context.error_decay,
+            bounds=NormBounds(message=bounds.message) if context.wire.lossy and bounds.message is not None else None,
             keeps_taken=keeps_taken,
         )
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
@@ -219,19 +222,18 @@ class WithQuorum(Asynchronous[V]):
         self.worker.take(list(self.tensor_groups))
 
 
-def _check_wire(wire: Wire, parameters: ExchangedTensors) -> None:
+def _check_wire(wire: Wire, algorithm: Algorithm, bounds: NormBounds) -> None:
     """Raise a ValueError for a lossy wire if workers cannot form messages in bytes before their round closes."""
     if not wire.lossy:
         return
-    algorithm = parameters.algorithm
-    if not isinstance(wire, Encoded) or parameters.forms_messages or not algorithm.uses_error_feedback:
+    if not isinstance(wire, Encoded) or not algorithm.uses_error_feedback:
         raise ValueError(
             "`compression` with `quorum` is for averaging, DiLoCo, SlowMo, BMUF and AGN, whose workers form messages "
             f"before their round closes, and for wires of bytes. Received: {algorithm!r}, compression={wire!r}"
         )
-    if parameters.bounds is not None and parameters.bounds.message is not None:
+    if isinstance(bounds.message, str):
         raise ValueError(
-            "`compression` and `max_message_norm` cannot be combined with `quorum`, where the root bounds messages "
-            "that are encoded already: leave out one of them, or pass max_mean_norm. Received: "
-            f"compression={wire!r}, max_message_norm={parameters.bounds.message!r}"
+            f"`compression` and max_message_norm={bounds.message!r} cannot be combined with `quorum`, where messages "
+            "are encoded before the norms of the others are known: pass a number as max_message_norm, or leave out one "
+            f"of them. Received: compression={wire!r}"
         )

@@ -119,10 +119,12 @@ def report_exchange(
         completes: whether it ends a period, in which every fragment is exchanged once.
         number: number of the round, with a quorum.
         members: global ranks that were in it.
-        norms: its norms, which nothing here has measured.
+        norms: its norms, besides those that this rank has measured.
     """
     context, closes, limiter = exchanger.context, None, exchanger.tensor_groups.parameters.limiter
-    norms = norms if limiter is None else limiter.reported()
+    norms = {**norms, **({} if limiter is None else limiter.reported())}
+    if own.excluded is not None:  # Its message was not sent: no norm, rather than that of nothing.
+        norms = {name: norm for name, norm in norms.items() if name != "message_norm"}
     if not context.journal.listeners:
         return
     if exchanger.steps_agree:

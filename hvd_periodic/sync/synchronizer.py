@@ -136,6 +136,7 @@ class ReplicaSynchronizer(Generic[V]):
         exchangers: the strategies of exchange.
         gradients_type, checkpoint_type, center_reader_type: further classes that a front end may replace by its own.
         cuts_tensors: an outer optimizer can have parts of tensors.
+        commits_hold_sets: commits of elastic jobs hold which parameters are trained.
         exchanged: the replica and the algorithm.
         membership: the ranks.
         progress: counters, and the state of the schedule.
@@ -159,6 +160,7 @@ class ReplicaSynchronizer(Generic[V]):
     checkpoint_type: ClassVar[type[Checkpoint[Any]]] = Checkpoint
     center_reader_type: ClassVar[type[CenterReader[Any]]] = CenterReader
     cuts_tensors: ClassVar[bool] = True
+    commits_hold_sets: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -577,8 +579,6 @@ class ReplicaSynchronizer(Generic[V]):
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Check that a state can be loaded; change nothing.
-
-        In asynchronous training, the state of an outer optimizer is not compared with the optimizer.
 
         Raises:
             ValueError, RuntimeError: as :meth:`load_state_dict`.

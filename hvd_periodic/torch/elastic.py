@@ -25,6 +25,9 @@ from hvd_periodic.torch.synchronizer import Synchronizer
 
 __all__ = ["ElasticSampler", "State", "run"]
 
+_SET_KEY = "trained_set"
+"""Key of the set of parameters in copies of an optimizer's state."""
+
 
 class State(CommittedState):
     """The state of a job whose ranks change; under elastic Horovod, use it in place of ``hvd.elastic.TorchState``.
@@ -95,6 +98,8 @@ class State(CommittedState):
             for level in levels_of(periodic):
                 refuse_fixed(name, level.synchronizer, level.synchronizer.gradient_group is not None)
         super().__init__(self._tracked, objects, FRONT_END.elastic_job(min_ranks, max_ranks))
+        for periodic in self._periodic().values():
+            periodic.after_adoption = self.save
         if commit == "exchange":
             if not self._periodic():
                 raise ValueError("commit='exchange' needs an optimizer of hvd_periodic.torch. Received none")
@@ -197,15 +202,20 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
     def copied(self) -> Any:
         """Return a copy of its state; of the exchange state, the part that this rank holds by itself."""
         local = {} if self._local is None else copy.deepcopy(self._local.state_dict())
-        return local | {STATE_KEY: self.own()}
+        return local | {STATE_KEY: self.own(), _SET_KEY: self.synchronizer.replica.trained_set}
 
     def restore(self, copied: Any) -> None:
         """Load a copy of the state."""
         local = copy.deepcopy(copied)
-        exchanges = local.pop(STATE_KEY)
+        exchanges, trained = local.pop(STATE_KEY), local.pop(_SET_KEY)
+        self.value.take_set(trained)
         if self._local is not None:
             self._local.load_state_dict(local)
         self.synchronizer.load_state_dict(exchanges)
+
+    def take_set_of(self, source: int, copied: Any) -> None:
+        """Train the set of parameters of one rank's commit."""
+        self.value.take_set(_of_rank(None if copied is None else copied[_SET_KEY], source))
 
     def share(self) -> Share:
         """Return this rank's shard of the center in host memory, since other ranks may lack its device."""

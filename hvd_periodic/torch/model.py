@@ -64,7 +64,7 @@ class NamedTensors:
             for part in model.modules():
                 _refuse_flattened(part)
             reshard(model.modules())
-            pairs = _originals(model.named_parameters())
+            pairs = named_parameters_of(model)
             for _, parameter in pairs:
                 _refuse_flattened(parameter)
             if any(isinstance(parameter, UninitializedParameter) for _, parameter in pairs):
@@ -153,6 +153,11 @@ def original_name(name: str) -> str:
 def original_module_name(name: str) -> str:
     """Return the name that a module has without ``torch.compile``."""
     return original_name(f"{name}.")[:-1]
+
+
+def named_parameters_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters of a module, by the names that they have without ``torch.compile``."""
+    return _originals(module.named_parameters())
 
 
 def _originals(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

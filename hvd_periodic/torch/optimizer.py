@@ -23,6 +23,7 @@ from hvd_periodic.torch.options import TorchOptions
 from hvd_periodic.torch.outer import CenterOptimizerLike
 from hvd_periodic.torch.state_making import make_state, makes_state_only
 from hvd_periodic.torch.synchronizer import Synchronizer
+from hvd_periodic.torch.trained_set import TrainedSet
 
 STATE_KEY, INSIDE_KEY = "hvd_periodic", "inside"
 """Keys of the exchange state in a state dict; and, in that state, of the exchange state of a wrapped optimizer."""
@@ -58,6 +59,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
     inner: torch.optim.Optimizer
     synchronizer: Synchronizer
     after_exchange: Callable[[], object] | None = None
+    after_adoption: Callable[[], object] | None = None
 
     _spelling: ClassVar[Mapping[str, str]] = {}
     """The names that a named constructor uses for classes and arguments of the core."""
@@ -288,7 +290,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         - one that comes takes x ← x_root and c ← x_root, with outer state, accumulators and error memory of zeros.
 
         The state of the local optimizer is yours: PyTorch makes it empty for parameters that come. Counters go on; the
-        next exchange is a period from here.
+        next exchange is a period from here. In elastic jobs, it takes a commit at the end.
 
         Args:
             model: the model, as at construction; needed if that was not a module.
@@ -307,6 +309,8 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         """
         self.synchronizer.adopt_model(model)
         self.__setstate__(self.__getstate__())
+        if self.after_adoption is not None:
+            self.after_adoption()
 
     def center(self) -> AbstractContextManager[None]:
         """Hold the center in the model inside a ``with`` block; the local values return after it, even on an exception.
@@ -322,6 +326,11 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         """Rebuild for the ranks that Horovod has now, see :meth:`Synchronizer.rejoin`."""
         self.synchronizer.rejoin(name)
         self.__setstate__(self.__getstate__())
+
+    def take_set(self, trained: TrainedSet) -> None:
+        """Train another set of parameters, see :meth:`Synchronizer.take_set`."""
+        if self.synchronizer.take_set(trained):
+            self.__setstate__(self.__getstate__())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict with the synchronizer's state under ``"hvd_periodic"``."""

@@ -26,11 +26,12 @@ from hvd_periodic.buffers import (
 from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.torch.dtypes import COMPLEX, INTEGERS, REALS, as_real
 from hvd_periodic.torch.leaves import Tensors
-from hvd_periodic.torch.model import NamedTensors
+from hvd_periodic.torch.model import Model, NamedTensors
 from hvd_periodic.torch.modes import Modes
 from hvd_periodic.torch.sharded_parameters import check_sharded, facts_of, is_sharded, shard_of
 from hvd_periodic.torch.space import TensorListSpace, TensorSpace
 from hvd_periodic.torch.stores import ComplexTensorStore, OffloadedStore, TensorStore, as_center_device
+from hvd_periodic.torch.trained_set import TrainedSet
 from hvd_periodic.vectors.blocks import cut_into_blocks
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
 from hvd_periodic.vectors.lending import lends
@@ -85,6 +86,7 @@ class TorchReplica(Replica[torch.Tensor]):
                     f"model.named_parameters(). Received: {len(named.parameters)} names, "
                     f"{len(unnamed)} of {len(self._held)} parameters without one"
                 )
+        self.trained_set = TrainedSet.of(named.parameters, optimizer)
         self._digests: dict[str, tuple[Any, bytes]] = {}
         self.local_names = {name for name, policy in named.participation.items() if policy == LOCAL}
         self.keeps_own = bool(self.local_names)
@@ -137,6 +139,11 @@ class TorchReplica(Replica[torch.Tensor]):
         self.parameters_from_root: Store[torch.Tensor] | None = self.store_of(following) if following else None
         self.constants: Store[torch.Tensor] | None = self.store_of(constants) if constants else None
         self.in_host_memory = all(device.type == "cpu" for _, device in self._kinds.values())
+
+    def renewed(self, model: Model) -> TorchReplica:
+        """Return the replica of what the model and the optimizer train now, with the same arguments."""
+        named = NamedTensors.of(model, self.named.given, self.named.asked)
+        return TorchReplica(named, self.optimizer, self.bucket_bytes, self.center_device)
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:

@@ -31,8 +31,8 @@ from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.sync.warmup import schedule_around
 from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.data_parallel import island_of, refuse_averaging, remember_wrappers
-from hvd_periodic.torch.gradient_averaging import gradient_group_of
-from hvd_periodic.torch.model import Model, NamedTensors
+from hvd_periodic.torch.gradient_averaging import gradient_group_of, innermost
+from hvd_periodic.torch.model import Model, NamedTensors, named_parameters_of
 from hvd_periodic.torch.neutral import eagerly, neutral, neutrally
 from hvd_periodic.torch.optimizer_state import TorchOptimizerState
 from hvd_periodic.torch.options import TorchOptions
@@ -42,6 +42,7 @@ from hvd_periodic.torch.resharding import StateDicts, resharded
 from hvd_periodic.torch.saved import check_moving, map_tensors, translated, with_sharded_tensors
 from hvd_periodic.torch.sharded_parameters import shard_of
 from hvd_periodic.torch.state_making import makes_state_only
+from hvd_periodic.torch.trained_set import TrainedSet
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -93,6 +94,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     """
 
     replica: TorchReplica
+    commits_hold_sets = True
     _alone = False
     """Whether construction skipped the handshake with other ranks, which may have started before."""
     gradient_group: JobCommunicator | None = None
@@ -175,6 +177,13 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "with optimizers that train and evaluate at different points": replica.has_modes,
             "for several levels of optimizers": inside is not None,
             "where gradients are averaged": self.averaging is not None,
+            "in elastic jobs before training begins": self._alone,
+            "in elastic jobs whose `outer_optimizer` is an optimizer (pass a function that makes one)": (
+                self.membership.communicator.elastic and self.followed is not None
+            ),
+            "in elastic jobs for optimizers that were not made from a module": (
+                self.membership.communicator.elastic and replica.named.behind() is None
+            ),
         }
         return next((what for what, here in refused.items() if here), None) or refusal(self)
 
@@ -196,8 +205,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
         def successor() -> Successor[torch.Tensor]:
             given: Any = replica.named.behind() if model is None else model
-            named = NamedTensors.of(given, replica.named.given, replica.named.asked)
-            new = TorchReplica(named, replica.optimizer, replica.bucket_bytes, replica.center_device)
+            new = replica.renewed(given)
             self.membership.communicator.check_devices({tensor.device.type for tensor in new.tensors})
             return Successor(new, _of_replica(new, outer), lambda outer, _: StateDicts(outer.grouping()))
 
@@ -246,6 +254,26 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         self._alone = False
         if loaded is not None:
             self.load_state_dict({**loaded, "center_optimizer": resharded(loaded["center_optimizer"], self)})
+
+    @neutrally
+    def take_set(self, trained: TrainedSet) -> bool:
+        """Train another set of parameters, with a center and counters as after construction; local.
+
+        Returns:
+            Whether the set has changed.
+
+        Raises:
+            ValueError: the model lacks some of these parameters.
+        """
+        replica = self.replica
+        given = replica.named.behind()
+        named = replica.named.parameters if given is None else named_parameters_of(given)
+        trained.put_into(innermost(replica.optimizer), named)
+        if given is None or trained == replica.trained_set:
+            return False
+        _, moving, arguments = self._constructed()
+        self._assemble(replica.renewed(given), moving, **arguments, journal=self.journal)
+        return True
 
     @neutrally
     def broadcast_from(self, source: int) -> None:

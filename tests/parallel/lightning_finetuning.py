@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 import hvd_periodic.torch as hvdp
@@ -92,6 +92,57 @@ def thawed_layers() -> dict[str, Any]:
         "moved": moved,
         "frozen": module.seen[THAWED - 1][: len(start)] == start,
         "looks": len(module.seen),
+        "rounds": module.optimizer.synchronizer.rounds,
+    }
+
+
+class Layer(BaseFinetuning):
+    """Thaws one layer of the backbone."""
+
+    def __init__(self, number: int, epoch: int) -> None:
+        super().__init__()
+        self.number, self.epoch = number, epoch
+
+    @property
+    def state_key(self) -> str:
+        """Names what Lightning saves of it."""
+        return f"layer {self.number}"
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(pl_module.backbone[self.number])
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == self.epoch:
+            self.unfreeze_and_add_param_group(pl_module.backbone[self.number], optimizer, lr=0.05)
+
+
+def deep(net: Net, start: int) -> Net:
+    """Return the model with a backbone of two layers."""
+    torch.manual_seed(start)
+    net.backbone = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 4)).double()
+    return net
+
+
+@scenario
+def thawed_layers_of_two_callbacks() -> dict[str, Any]:
+    """Exchanges at 4, 5 (where the second layer is thawed), 9, 10 (the first), 14, 18 and the end."""
+    expected = Averaging([deep(Net(0, rank), 0) for rank in range(hvd.size())])
+    for model in expected.models:
+        model.backbone.requires_grad_(False)
+    expected.optimizers = [sgd(model.parameters()) for model in expected.models]
+    for layer in (1, 0):
+        expected.train(EPOCH)
+        expected.exchange()
+        expected.add(lambda model, layer=layer: list(model.backbone[layer].parameters()), lr=0.05)
+    expected.train(2 * EPOCH)
+    expected.exchange()
+    module = Module()
+    deep(module.net, hvd.rank())
+    trainer(Layer(0, 2), Layer(1, 1), max_epochs=4).fit(module, batches(EPOCH))
+    groups = [group["lr"] for group in module.optimizer.param_groups]
+    return {
+        "error": off(module.net, expected),
+        "groups": groups,
         "rounds": module.optimizer.synchronizer.rounds,
     }
 

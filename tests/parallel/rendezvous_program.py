@@ -61,7 +61,8 @@ class Quadratics(torch.nn.Module):
     def descend(self, step: int) -> None:
         """Set the gradients of a step."""
         to = torch.tensor(target(dist.get_rank(), step), dtype=torch.float64).split(SIZE // 2)
-        self.x.grad, self.y.grad = self.x.detach() - to[0], self.y.detach() - to[1]
+        for parameter, point in zip((self.x, self.y), to, strict=True):
+            parameter.grad = parameter.detach() - point if parameter.requires_grad else None
 
 
 class Digits(torch.nn.Module):
@@ -101,6 +102,8 @@ def forgets_sums(optimizer: hvdp.PeriodicOptimizer) -> bool:
 def main(scenario: Scenario, number: int) -> None:
     """Train."""
     model = Digits() if scenario.digits else Quadratics()
+    if isinstance(model, Quadratics):
+        model.y.requires_grad = not scenario.thaws
     local = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
     algorithm = {"easgd": hvdp.EASGD, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}[scenario.algorithm]
     optimizer = hvdp.PeriodicOptimizer(
@@ -114,7 +117,7 @@ def main(scenario: Scenario, number: int) -> None:
         compression=hvdp.Compression.int8 if scenario.int8 else hvdp.Compression.none,
         timeout_seconds=scenario.timeout,
     )
-    state = State(model, optimizer, commit="exchange", batch=0)
+    state = State(model, optimizer, commit="exchange", batch=0, thawed=not scenario.thaws)
 
     arrive(scenario, number)
 
@@ -127,6 +130,9 @@ def main(scenario: Scenario, number: int) -> None:
             step = state.batch
             if scenario.what != "events":
                 happen(scenario, step, state)
+            if step == scenario.thaws and not state.thawed:
+                model.y.requires_grad = state.thawed = True
+                optimizer.adopt()
             model.descend(step)
             state.batch += 1
             optimizer.step()

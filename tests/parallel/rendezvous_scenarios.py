@@ -32,6 +32,7 @@ class Scenario:
         lost: seconds without a sign of life after which a worker is lost.
         digits: whether they train the network of the examples, instead of descending on quadratics.
         loop: in Keras: ``fit``; or ``compiled`` or ``eager`` steps; empty: in PyTorch.
+        thaws: local steps after which the second half of the parameters is trained as well; 0: from the start.
     """
 
     algorithm: str
@@ -50,11 +51,12 @@ class Scenario:
     lost: float = 30.0
     digits: bool = False
     loop: str = ""
+    thaws: int = 0
 
 
 SCENARIOS = {
     "killed, and another joins": Scenario("easgd", "sharded"),
-    "killed, on the root": Scenario("diloco", "root"),
+    "killed, on the root, after others were thawed": Scenario("diloco", "root", thaws=4),
     "killed, with fragments of 8 bits in flight": Scenario("diloco", fragments=2, overlap=2, int8=True),
     "stopped, and joins again": Scenario("agn", what="stop"),
     "raises an error, and lives on": Scenario("agn", "sharded", what="raise", again=False, lost=10_000),

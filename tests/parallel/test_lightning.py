@@ -155,6 +155,20 @@ def test_thawed_layers_are_adopted(ranks: Reports) -> None:
         assert (report["frozen"], report["looks"], report["rounds"]) == (True, 4, 6)
 
 
+def test_layers_that_two_callbacks_thaw_are_adopted(ranks: Reports) -> None:
+    for report in column(ranks, "thawed_layers_of_two_callbacks"):
+        assert report["error"] < 1e-12
+        assert (report["groups"], report["rounds"]) == ([0.1, 0.05, 0.05], 7)
+
+
+def test_a_rank_alone_adopts_thawed_layers(with_trainers: None, tmp_path: Path) -> None:  # noqa: F811
+    only = ["thawed_layers", "thawed_layers_of_two_callbacks"]
+    (alone,) = run_scenarios("mpirun", 1, "lightning_scenarios", tmp_path, 200, framework="trainers", only=only)
+    for name in only:
+        assert alone[name]["error"] < 1e-12
+    assert (alone["thawed_layers"]["moved"] > 1e-3, alone["thawed_layers"]["frozen"]) == (True, True)
+
+
 def test_thawed_layers_of_uneven_data_end_with_one_center(ranks: Reports) -> None:
     one, other = column(ranks, "thawed_layers_of_all_algorithms")
     assert one == other

@@ -89,16 +89,18 @@ def test_in_rounds_of_all_norms_are_bounded_as_synchronously(name: str, bounds: 
             np.testing.assert_array_equal(one, other)
     norms = [
         [
-            (line.get("message_norm"), line.get("mean_norm"))
+            (line.get("message_norm"), line.get("mean_norm"), line.get("left_out"))
             for line in lines
-            if line["event"] == "exchanged" and not line.get("left_out")
+            if line["event"] == "exchanged"
         ]
         for log in "qs"
         for lines in read_run_log(tmp_path / log).values()
     ]
     assert norms[:3] == norms[3:]
-    assert all((message is not None) == ("max_message_norm" in given) for message, _ in norms[0])
-    assert all((mean is not None) == ("max_mean_norm" in given) for _, mean in norms[0])
+    for message, mean, left_out in (line for lines in norms[:3] for line in lines):
+        assert (message is not None) == ("max_message_norm" in given and not left_out)
+        assert (mean is not None) == ("max_mean_norm" in given)
+    assert any(left_out for *_, left_out in norms[1]) == ("nonfinite" in given)
 
 
 @pytest.mark.parametrize("bound", [0.2, "median"])
@@ -210,13 +212,17 @@ def unsent(optimizer: PeriodicOptimizer) -> Any:
     return optimizer.synchronizer.state_dict()["vectors"]["parameters"]["unsent"]["w"].copy()
 
 
+@pytest.mark.parametrize("bounds", [{}, {"max_message_norm": 0.3, "max_mean_norm": 0.2}], ids=["", "bounded"])
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "easgd"])
-def test_in_rounds_of_all_sparse_messages_are_as_synchronously(name: str) -> None:
-    """To the bit, where ranks sum in float32; also their error memory."""
+def test_in_rounds_of_all_sparse_messages_are_as_synchronously(
+    name: str, bounds: dict[str, Any], tmp_path: Path
+) -> None:
+    """To the bit, where ranks sum in float32; also their error memory, and the norms of the run log."""
 
     def work(communicator: Communicator, **options: Any) -> list[Any]:
         xs = {"w": np.linspace(-1, 1, 20, dtype=np.float32)}
-        optimizer = made(communicator, name, xs, compression=Compression.topk(0.3), **options)
+        log = tmp_path / ("rounds" if options else "synchronous")
+        optimizer = made(communicator, name, xs, compression=Compression.topk(0.3), run_log=log, **bounds, **options)
         if options:
             optimizer.synchronizer.exchanger.replay([range(3)] * 6)  # type: ignore[attr-defined]
             communicator.allgather_object(None, "replayed")
@@ -231,6 +237,16 @@ def test_in_rounds_of_all_sparse_messages_are_as_synchronously(name: str) -> Non
         for one, other in zip(here, there, strict=True):
             np.testing.assert_array_equal(one, other)
         assert any(error.any() for error in here[1::2])
+    rounds, synchronous = (
+        [
+            [(line.get("message_norm"), line.get("mean_norm")) for line in lines if line["event"] == "exchanged"]
+            for lines in read_run_log(tmp_path / log).values()
+        ]
+        for log in ("rounds", "synchronous")
+    )
+    for here, there in zip(rounds, synchronous, strict=True):
+        for one, other in zip(here, there, strict=True):
+            assert one == (pytest.approx(other, rel=1e-5) if bounds else (None, None))
 
 
 def test_weights_that_stay_the_same_count_for_error_memory_as_synchronously() -> None:
@@ -255,27 +271,36 @@ def test_weights_that_stay_the_same_count_for_error_memory_as_synchronously() ->
         assert here[-1].any()
 
 
+@pytest.mark.parametrize("bound", [None, 2.0])
 @pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", "int2", "topk"])
-def test_what_is_not_sent_is_kept_whoever_takes_part(wire: str) -> None:
-    """The center has moved by all that ranks had to say, but for their error memories; who is late keeps its own."""
+def test_what_is_not_sent_is_kept_whoever_takes_part(wire: str, bound: float | None) -> None:
+    """The center has moved by all that ranks had to say, but for their error memories; who is late keeps its own.
+
+    If messages are bounded, they are before the error memory is added.
+    """
     compression = Compression.topk(0.25) if wire == "topk" else getattr(Compression, wire)
 
     def work(communicator: Communicator) -> Any:
-        x, rank, told = np.zeros(24), communicator.rank, np.zeros(24)
+        x, rank, told, cut = np.zeros(24), communicator.rank, np.zeros(24), list[bool]()
         options: dict[str, Any] = {"process_set": communicator, "quorum": 2, "compression": compression}
-        optimizer = PeriodicOptimizer(SGD(0.1), {"w": x}, AGN(), PERIOD, outer_optimizer=SGD(1.0), **options)
+        options |= {"outer_optimizer": SGD(1.0), "max_message_norm": bound}
+        optimizer = PeriodicOptimizer(SGD(0.1), {"w": x}, AGN(), PERIOD, **options)
         optimizer.synchronizer.begin()
         optimizer.synchronizer.exchanger.replay([sorted(members) for members in LONG])  # type: ignore[attr-defined]
         communicator.allgather_object(None, "replayed")
         random = np.random.default_rng(rank)
         for members in LONG:
-            before = unsent(optimizer)
+            before, message = unsent(optimizer), np.zeros(24)
             for _ in range(PERIOD if rank in members else 0):
                 gradient = random.normal(size=24)
-                told += gradient / PERIOD
+                message += gradient / PERIOD
                 optimizer.step([gradient])
+            norm = float(np.linalg.norm(message))
+            told += message * (1 if bound is None or norm <= bound else bound / norm)
+            cut.append(bound is not None and norm > bound)
             communicator.allgather_object(None, "closed")
             assert (unsent(optimizer) == before).all() != (rank in members)
+        assert any(cut) == (bound is not None)
         return told, unsent(optimizer), optimizer.synchronizer.state_dict()["vectors"]["parameters"]["center"]["w"]
 
     results = run_ranks(3, work)
@@ -358,7 +383,7 @@ def test_a_rank_without_weight_keeps_its_error_memory() -> None:
     ("algorithm", "options", "text"),
     [
         (EASGD(), {}, "`compression` with `quorum` is for averaging, DiLoCo, SlowMo, BMUF and AGN"),
-        (DiLoCo(), {"max_message_norm": 1.0}, "`compression` and `max_message_norm` cannot be combined with `quorum`"),
+        (DiLoCo(), {"max_message_norm": "median"}, "`compression` and max_message_norm='median' cannot be combined"),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value),
 )

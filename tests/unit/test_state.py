@@ -285,6 +285,62 @@ def test_a_damaged_state_of_an_outer_optimizer_is_refused(damage: Any, message: 
     run_ranks(2, work)
 
 
+@pytest.mark.parametrize("damage", [forgotten, one_short, reshaped])
+@pytest.mark.parametrize("center", ["replicated", "sharded"])
+@pytest.mark.parametrize("transport", ["window", "service"])
+def test_it_is_refused_asynchronously(
+    damage: Any, center: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the optimizer of the center is: with a window on every rank, with a service on the holders."""
+    monkeypatch.setenv("HVD_PERIODIC_TRANSPORT", transport)
+
+    def work(communicator: Communicator) -> None:
+        arrays = {"a": np.zeros(6), "b": np.zeros(6)}
+        options: dict[str, Any] = {"outer_optimizer": SGD(0.25, 0.5), "asynchronous": True, "center": center}
+        optimizer = PeriodicOptimizer(SGD(0.5), arrays, AGN(), 2, process_set=communicator, **options)
+        synchronizer = optimizer.synchronizer
+        synchronizer.load_state_dict(synchronizer.state_dict())
+        for _ in range(3):
+            optimizer.step([np.full(6, communicator.rank + 1.0) for _ in arrays])
+        optimizer.finalize()
+        state = synchronizer.state_dict()
+        damaged, rank = copy.deepcopy(state), communicator.rank
+        outer = damaged["center_optimizer"]
+        damage(outer["sharded"][rank] if "sharded" in outer else outer)
+        if transport == "service" and center == "replicated" and rank > 0:
+            synchronizer.load_state_dict(damaged)
+        else:
+            with pytest.raises(ValueError, match="does not fit SGD: "):
+                synchronizer.load_state_dict(damaged)
+        synchronizer.load_state_dict(state)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("transport", ["window", "service"])
+def test_an_asynchronous_center_does_not_begin_from_it(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a model is read before ranks meet: those of which one does not fit are an error on all of them."""
+    monkeypatch.setenv("HVD_PERIODIC_TRANSPORT", transport)
+
+    def work(communicator: Communicator) -> None:
+        def made() -> Any:
+            options: dict[str, Any] = {"outer_optimizer": SGD(0.25, 0.5), "asynchronous": True}
+            return PeriodicOptimizer(SGD(0.5), {"a": np.zeros(6)}, AGN(), 2, process_set=communicator, **options)
+
+        optimizer = made()
+        for _ in range(2):
+            optimizer.step([np.ones(6)])
+        optimizer.finalize()
+        state = optimizer.synchronizer.state_dict()
+        if communicator.rank == 0:
+            state["center_optimizer"]["velocities"] = [np.zeros(17)]
+        again = made()
+        again.synchronizer.load_checked(state)
+        again.step([np.ones(6)])
+
+    assert all("does not fit SGD: 'velocities' has arrays of shapes [(17,)]" in str(each) for each in errors(2, work))
+
+
 def test_the_state_of_another_model_is_refused_by_the_name_of_a_parameter() -> None:
     """The state of the outer optimizer does not fit either, but has no names."""
 

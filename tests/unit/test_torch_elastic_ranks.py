@@ -7,7 +7,6 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -646,39 +645,3 @@ def test_presence_is_committed(center: str) -> None:
 
     zero, one, _, _ = together([make] * 4, first)  # They have the copies of the shares of ranks 2 and 3.
     assert together([zero, make, one], again) == [pytest.approx(committed[1])] * 3
-
-
-@pytest.mark.parametrize("center", ["replicated", "sharded"])
-def test_another_set_of_parameters_is_refused_and_changes_nothing(center: str) -> None:
-    """Before training and after; a rank that joins then has the set of the others."""
-
-    def refuse(worker: Worker) -> None:
-        worker.model.y = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
-        worker.optimizer.add_param_group({"params": [worker.model.y]})
-        with pytest.raises(RuntimeError, match=r"in elastic jobs, .* start another job that trains the new set"):
-            worker.optimizer.adopt()
-        del worker.model.y, worker.optimizer.param_groups[1:]
-
-    def job(worker: Worker, tries: bool) -> tuple[Worker, Any]:
-        if tries:
-            refuse(worker)
-        worker.state.sync()
-        worker.train(3)
-        if tries:
-            refuse(worker)
-        worker.train(2)
-        worker.state.commit()
-        return worker, worker.found()
-
-    def again(worker: Worker) -> Any:
-        worker.begin_again()
-        worker.train(2 * PERIOD)
-        return worker.found()
-
-    plain, tried = (together([lambda: new(center=center)] * 3, partial(job, tries=tries)) for tries in (False, True))
-    assert [found for _, found in tried] == [found for _, found in plain]
-    ends = [
-        together([job[0][0], job[1][0], lambda: new(center=center)], again)  # Rank 2 is lost, and another one joins.
-        for job in (plain, tried)
-    ]
-    assert ends[0] == ends[1]

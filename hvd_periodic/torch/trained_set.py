@@ -1,0 +1,73 @@
+"""Which parameters an optimizer trains, by name: what the ranks of an elastic job tell each other of ``adopt()``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class TrainedSet:
+    """The parameters of an optimizer, by the names that the model has for them.
+
+    Attributes:
+        groups: those of each parameter group, frozen ones included.
+        frozen: those of them that are not trained.
+    """
+
+    groups: tuple[tuple[str, ...], ...] = ()
+    frozen: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer | None) -> TrainedSet:
+        """Return what an optimizer trains now; nothing without an optimizer. All its parameters have names."""
+        names = {id(parameter): name for name, parameter in named}
+        groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
+        frozen = {names[id(parameter)] for group in groups for parameter in group if not parameter.requires_grad}
+        return cls(tuple(tuple(names[id(parameter)] for parameter in group) for group in groups), frozenset(frozen))
+
+    def put_into(self, optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Let an optimizer train this set: its parameter groups, and ``requires_grad`` of their parameters.
+
+        Groups that come have the defaults of the optimizer. State of parameters that it no longer has is dropped.
+
+        Args:
+            optimizer: the optimizer.
+            named: the parameters of the model, by name.
+
+        Raises:
+            ValueError: the model lacks some of these parameters; nothing has changed.
+
+        Example:
+            >>> import torch
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD([model.weight], lr=0.1)
+            >>> TrainedSet((("bias",),)).put_into(optimizer, model.named_parameters())
+            >>> [tuple(group["params"]) == (model.bias,) for group in optimizer.param_groups]
+            [True]
+        """
+        tensors: dict[str, Any] = dict(named)
+        missing = sorted({name for group in self.groups for name in group} - tensors.keys())
+        if missing:
+            raise ValueError(
+                "The other ranks train parameters that the model of this worker lacks, since they have called adopt() "
+                f"after adding them: {missing}. A worker can join them only if its model has these from the start"
+            )
+        groups, members = optimizer.param_groups, [[(name, tensors[name]) for name in group] for group in self.groups]
+        knows_names = any("param_names" in group for group in groups)
+        del groups[len(members) :]
+        for group, pairs in zip(groups, members, strict=False):
+            if [id(parameter) for parameter in group["params"]] != [id(parameter) for _, parameter in pairs]:
+                group["params"] = [parameter for _, parameter in pairs]
+                group |= {"param_names": [name for name, _ in pairs]} if knows_names else {}
+        for pairs in members[len(groups) :]:
+            optimizer.add_param_group({"params": pairs if knows_names else [parameter for _, parameter in pairs]})
+        for name, parameter in chain.from_iterable(members):
+            parameter.requires_grad = name not in self.frozen
+        kept = {id(parameter) for _, parameter in chain.from_iterable(members)}
+        for parameter in [each for each in optimizer.state if id(each) not in kept]:
+            del optimizer.state[parameter]
