@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import socket
@@ -22,6 +23,7 @@ from hvd_periodic.comm.gloo_connections import GlooConnections
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.comm.local import started_by_mpi
 from hvd_periodic.comm.stall_protocol import stable_hash
+from hvd_periodic.logs import logger
 from hvd_periodic.vectors.layout import chunk
 
 # Some builds of PyTorch have no torch.distributed; with them, this file is imported but not used.
@@ -327,10 +329,18 @@ def open_world(store: Any, rank: int, size: int, one_host: bool) -> None:
     _elastic.world, _elastic.one_host = dist.group.WORLD, one_host
 
 
+_ENDING = 10.0
+"""Seconds that a collective has to end once the connections are closed; it takes moments."""
+
+
 def close_world() -> None:
     """Abort the collectives of an elastic job, and shut torch.distributed down; local."""
     _elastic.connections.close()
+    deadline = time.monotonic() + _ENDING
     while not all(work.is_completed() for work in _elastic.under_way):  # They may still write into tensors.
+        if time.monotonic() > deadline:
+            _keep_groups()
+            break
         time.sleep(1e-3)
     _elastic.under_way.clear()
     TorchDistributedCommunicator._own.clear()
@@ -338,6 +348,21 @@ def close_world() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _c10d._world.group_count = 0  # Names of groups count them, also those that could not be created.
+
+
+def _keep_groups() -> None:
+    """Keep all groups until the process ends, with a collective that has not ended, and nothing comes for it any more.
+
+    Destroying a group waits for its collectives, and the interpreter destroys at its end all that it still refers to:
+    so these get a reference that nobody gives back.
+    """
+    logger.warning(
+        "A collective of torch.distributed has not ended %g s after its connections were closed. This process goes on "
+        "without it; its threads stay until the process ends",
+        _ENDING,
+    )
+    for group in [dist.group.WORLD, *(own.made for own in TorchDistributedCommunicator._own.values())]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 _registered: dict[tuple[int, ...], tuple[Any, Any]] = {}
