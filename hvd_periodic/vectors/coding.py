@@ -255,7 +255,9 @@ def _largest(x: Any, count: int, floor: float) -> Any:
     """Return the indices that :meth:`Coding.largest` returns, of rows that are computed at once.
 
     The elements of a row are put into groups. As many groups as are to be chosen have a largest element that reaches
-    the least of these maxima: the rows of few candidates above it are searched, instead of all elements.
+    the least of these maxima: the rows of few candidates above it are searched, instead of all elements. If that least
+    maximum counts as 0, the candidates are the elements that do not, and the first of the row: zeros that are chosen
+    are among these.
     """
     rows, length = x.shape
     magnitudes = np.abs(x)
@@ -264,7 +266,13 @@ def _largest(x: Any, count: int, floor: float) -> Any:
     if size > 1:
         groups = magnitudes[:, : length // size * size].reshape(rows, size, -1).max(axis=1)
     least = _at_rank(groups, count)
-    found = np.flatnonzero(magnitudes >= np.where(least > floor, least, 0))
+    few = least <= floor
+    if few.any():
+        among = magnitudes >= np.where(few, np.nextafter(np.float32(floor), np.float32(np.inf)), least)
+        among[:, :count] |= few
+    else:
+        among = magnitudes >= least
+    found = np.flatnonzero(among)
     values = magnitudes.reshape(-1)[found]
     values[values <= floor] = 0
     counts = np.diff(np.searchsorted(found, length * np.arange(rows + 1)))
