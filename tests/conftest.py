@@ -72,7 +72,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the modules that tests have imported, over a million objects, out of all garbage collections."""
+    """Keep the modules that tests have imported, over a million objects, out of all garbage collections.
+
+    Programs hide packages from themselves. One that does so where a test imports it would have all tests of these
+    packages skipped, as if they were not installed.
+    """
+    hidden = [name for name in ("horovod", *FRAMEWORKS) if sys.modules.get(name, name) is None]
+    assert not hidden, f"The import of a test has hidden modules from all others: {hidden}"
     gc.collect()
     gc.freeze()
 

@@ -10,21 +10,22 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
-    del sys.modules[name]  # The process from which this one was forked has imported it.
-sys.modules["horovod"] = None  # type: ignore[assignment]
+if __name__ == "__main__":  # The process from which this one was forked has imported Horovod.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        del sys.modules[name]
+    sys.modules["horovod"] = None  # type: ignore[assignment]
 
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import keras
+import numpy as np
+import tensorflow as tf
+import torch.distributed as dist
 
-import hvd_periodic.tensorflow as hvdp  # noqa: E402
-from tests.parallel.elastic_events import begin, end  # noqa: E402
-from tests.parallel.elastic_keras_model import half_square, point_and_mean  # noqa: E402
-from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, target  # noqa: E402
-from tests.parallel.rendezvous_scenarios import KERAS, KERAS_COMPILED, Scenario  # noqa: E402
-from tests.parallel.rendezvous_worker import arrive, happen  # noqa: E402
+import hvd_periodic.tensorflow as hvdp
+from tests.parallel.elastic_events import begin, end
+from tests.parallel.elastic_keras_model import half_square, point_and_mean
+from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, target
+from tests.parallel.rendezvous_scenarios import KERAS, KERAS_COMPILED, Scenario
+from tests.parallel.rendezvous_worker import arrive, happen
 
 
 def main(scenario: Scenario, number: int) -> None:
