@@ -34,7 +34,7 @@ from hvd_periodic.comm.process_end import end_now
 from hvd_periodic.comm.stall_monitor import announce_leaving
 from hvd_periodic.comm.transports import NoSharedMemoryError
 from hvd_periodic.outer.framework import OuterOptimizer
-from hvd_periodic.ranks import titled
+from hvd_periodic.ranks import named, titled
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, chunk
 
@@ -459,6 +459,9 @@ class Worker:
                 self.check(state)
         except ValueError as error:
             problem = str(error)
+        except Exception as error:  # A damaged state; the others wait for this rank.
+            rank = named([self.communicator.global_rank])
+            problem = f"Training cannot start: loading the checkpoint failed on {rank}: {error!r}"
         told = self.communicator.allgather_object(problem, f"hvd_periodic.{self.membership.number}.fits")
         problem = problem or next((each for each in told if each is not None), None)
         if problem is not None:

@@ -357,8 +357,8 @@ def _keep_groups() -> None:
     so these get a reference that nobody gives back.
     """
     logger.warning(
-        "A collective of torch.distributed has not ended %g s after its connections were closed. This process goes on "
-        "without it; its threads stay until the process ends",
+        "A collective of torch.distributed has not ended %.1f s after its connections were closed. This process goes "
+        "on without it; its threads stay until the process ends",
         _ENDING,
     )
     for group in [dist.group.WORLD, *(own.made for own in TorchDistributedCommunicator._own.values())]:

@@ -100,10 +100,11 @@ def keeping_errors(run: Callable[[], object]) -> Callable[[], None]:
     """Return Python code of a graph whose errors :func:`original_errors` raises as they were."""
 
     def call() -> None:
+        _kept.clear()
         try:
             run()
         except Exception as error:
-            _kept[:] = [error]
+            _kept.append(error)
             raise
 
     return call
@@ -120,7 +121,7 @@ def original_errors() -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         for original in _kept:
-            if type(original).__name__ in str(error):
+            if type(original).__name__ in str(error) and str(original) in str(error):
                 raise original from error
         raise
     finally:

@@ -124,9 +124,11 @@ class RankBinding:
         Raises:
             RuntimeError: Horovod is not initialized, or does not have these ranks yet; or a rendezvous has not.
         """
+        known_later = "call hvd.init() before the file is loaded, or load it with compile=False"
         try:
             ranks = self.ranks()
             if self.loaded and isinstance(ranks, AwaitedRanks):
+                known_later = "load the file with compile=False"
                 raise RuntimeError("the ranks of an elastic job are not known before it has begun")
             return ranks
         except RuntimeError as error:
@@ -135,7 +137,7 @@ class RankBinding:
             raise RuntimeError(
                 "The part of this optimizer's state that a rank holds depends on the number of ranks, because it was "
                 "made with asynchronous=True, a quorum, a center other than 'replicated', or a compression whose sums "
-                f"are kept: call hvd.init() before the file is loaded, or load it with compile=False ({error})"
+                f"are kept: {known_later} ({error})"
             ) from error
 
     def any_in_group(self, value: bool) -> bool:

@@ -125,10 +125,9 @@ class TensorCoding(Coding[torch.Tensor]):
 
     def exponents(self, x: torch.Tensor) -> torch.Tensor:
         """Return the exponents of the nearest powers of 2."""
-        bits = x.view(torch.int32)
-        odd = bits >> 23
-        odd &= 1
-        bits += odd
+        bits = x.view(torch.int32) >> 23
+        bits &= 1
+        bits += x.view(torch.int32)
         bits += 0x3FFFFF - (127 << 23)
         bits >>= 23
         return bits

@@ -22,11 +22,12 @@ from hvd_periodic.torch.resharding import resharded
 from hvd_periodic.torch.sampler import ElasticSampler
 from hvd_periodic.torch.saved import map_tensors
 from hvd_periodic.torch.synchronizer import Synchronizer
+from hvd_periodic.torch.trained_set import TrainedSet
 
 __all__ = ["ElasticSampler", "State", "run"]
 
-_SET_KEY = "trained_set"
-"""Key of the set of parameters in copies of an optimizer's state."""
+_SETS_KEY = "trained_sets"
+"""Key, in copies of an optimizer's state, of the sets of parameters that ranks exchange, and that it trains."""
 
 
 class State(CommittedState):
@@ -99,14 +100,25 @@ class State(CommittedState):
                 refuse_fixed(name, level.synchronizer, level.synchronizer.gradient_group is not None)
         super().__init__(self._tracked, objects, FRONT_END.elastic_job(min_ranks, max_ranks))
         for periodic in self._periodic().values():
-            periodic.after_adoption = self.save
+            periodic.after_adoption = self._after_adoption
         if commit == "exchange":
             if not self._periodic():
                 raise ValueError("commit='exchange' needs an optimizer of hvd_periodic.torch. Received none")
             self._optimizer = next(iter(self._periodic().values()))
             self._optimizer.after_exchange = self._after_exchange
 
-    save = neutrally(CommittedState.save)
+    @neutrally
+    def save(self) -> None:
+        """Commit everything, and keep the previous commit too.
+
+        Raises:
+            RuntimeError: the parameters of an optimizer have changed, and :meth:`PeriodicOptimizer.adopt` has not been
+                called since; ranks could not go on from such a commit.
+        """
+        if (changed := self._not_adopted()) is not None:
+            raise RuntimeError(changed)
+        super().save()
+
     check_host_updates = neutrally(CommittedState.check_host_updates)
     reset = neutrally(CommittedState.reset)
     sync = neutrally(CommittedState.sync)
@@ -129,6 +141,16 @@ class State(CommittedState):
         """Commit, unless some rank has finished training: then not all ranks make this call."""
         if self._optimizer.synchronizer.handshake.everyone_trains:
             self.commit()
+
+    def _after_adoption(self) -> None:
+        """Commit, unless another optimizer has yet to adopt what has changed."""
+        if self._not_adopted() is None:
+            self.save()
+
+    def _not_adopted(self) -> str | None:
+        """Return which parameters have changed and are not adopted, or None."""
+        found = (each.synchronizer.replica.changes() for each in self._periodic().values())
+        return next(filter(None, found), None)
 
     def _periodic(self) -> dict[str, PeriodicOptimizer]:
         return {name: value for name, value in self._tracked.items() if isinstance(value, PeriodicOptimizer)}
@@ -202,20 +224,27 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
     def copied(self) -> Any:
         """Return a copy of its state; of the exchange state, the part that this rank holds by itself."""
         local = {} if self._local is None else copy.deepcopy(self._local.state_dict())
-        return local | {STATE_KEY: self.own(), _SET_KEY: self.synchronizer.replica.trained_set}
+        sets = self.synchronizer.replica.trained_set, self.synchronizer.trained_locally
+        return local | {STATE_KEY: self.own(), _SETS_KEY: sets}
 
     def restore(self, copied: Any) -> None:
         """Load a copy of the state."""
         local = copy.deepcopy(copied)
-        exchanges, trained = local.pop(STATE_KEY), local.pop(_SET_KEY)
-        self.value.take_set(trained)
+        exchanges, sets = local.pop(STATE_KEY), local.pop(_SETS_KEY)
+        self._take_sets(*sets)
         if self._local is not None:
             self._local.load_state_dict(local)
         self.synchronizer.load_state_dict(exchanges)
 
     def take_set_of(self, source: int, copied: Any) -> None:
         """Train the set of parameters of one rank's commit."""
-        self.value.take_set(_of_rank(None if copied is None else copied[_SET_KEY], source))
+        self._take_sets(*_of_rank(None if copied is None else copied[_SETS_KEY], source))
+
+    def _take_sets(self, exchanged: TrainedSet, local: TrainedSet | None) -> None:
+        """Exchange one set of parameters, in the parameter groups of another, which may divide it in another way."""
+        self.value.take_set(exchanged)
+        if local is not None:
+            self.synchronizer.train_locally(local)
 
     def share(self) -> Share:
         """Return this rank's shard of the center in host memory, since other ranks may lack its device."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar, Unpack
@@ -267,13 +267,33 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """
         replica = self.replica
         given = replica.named.behind()
-        named = replica.named.parameters if given is None else named_parameters_of(given)
-        trained.put_into(innermost(replica.optimizer), named)
+        self.train_locally(trained)
         if given is None or trained == replica.trained_set:
             return False
         _, moving, arguments = self._constructed()
         self._assemble(replica.renewed(given), moving, **arguments, journal=self.journal)
         return True
+
+    @property
+    def trained_locally(self) -> TrainedSet | None:
+        """What the local optimizer trains now, also before ``adopt()``; None if it has parameters without a name."""
+        try:
+            return TrainedSet.of(self._named_now(), innermost(self.replica.optimizer))
+        except KeyError:
+            return None
+
+    def train_locally(self, trained: TrainedSet) -> None:
+        """Let the local optimizer train another set of parameters; local.
+
+        Raises:
+            ValueError: the model lacks some of these parameters.
+        """
+        trained.put_into(innermost(self.replica.optimizer), self._named_now())
+
+    def _named_now(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return the parameters of the model, by name."""
+        given = self.replica.named.behind()
+        return self.replica.named.parameters if given is None else named_parameters_of(given)
 
     @neutrally
     def broadcast_from(self, source: int) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -16,24 +16,32 @@ class TrainedSet:
 
     Attributes:
         groups: those of each parameter group, frozen ones included.
-        frozen: those of them that are not trained.
+        requires_grad: whether gradients of a parameter are computed, for every parameter of the model.
     """
 
     groups: tuple[tuple[str, ...], ...] = ()
-    frozen: frozenset[str] = frozenset()
+    requires_grad: Mapping[str, bool] = field(default_factory=dict)
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer | None) -> TrainedSet:
-        """Return what an optimizer trains now; nothing without an optimizer. All its parameters have names."""
+        """Return what an optimizer trains now; nothing without an optimizer.
+
+        Raises:
+            KeyError: a parameter of the optimizer has no name.
+        """
+        named = list(named)
         names = {id(parameter): name for name, parameter in named}
         groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
-        frozen = {names[id(parameter)] for group in groups for parameter in group if not parameter.requires_grad}
-        return cls(tuple(tuple(names[id(parameter)] for parameter in group) for group in groups), frozenset(frozen))
+        return cls(
+            tuple(tuple(names[id(parameter)] for parameter in group) for group in groups),
+            {name: parameter.requires_grad for name, parameter in named},
+        )
 
     def put_into(self, optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Let an optimizer train this set: its parameter groups, and ``requires_grad`` of their parameters.
+        """Let an optimizer train this set: its parameter groups, and ``requires_grad`` of the model's parameters.
 
-        Groups that come have the defaults of the optimizer. State of parameters that it no longer has is dropped.
+        Groups that come have the defaults of the optimizer. State of parameters that it no longer has is dropped, and
+        so are gradients of those that are frozen now.
 
         Args:
             optimizer: the optimizer.
@@ -66,8 +74,11 @@ class TrainedSet:
                 group |= {"param_names": [name for name, _ in pairs]} if knows_names else {}
         for pairs in members[len(groups) :]:
             optimizer.add_param_group({"params": pairs if knows_names else [parameter for _, parameter in pairs]})
-        for name, parameter in chain.from_iterable(members):
-            parameter.requires_grad = name not in self.frozen
+        for name, parameter in tensors.items():
+            if self.requires_grad.get(name, parameter.requires_grad) != parameter.requires_grad:
+                parameter.requires_grad = self.requires_grad[name]
+                parameter.grad = None
         kept = {id(parameter) for _, parameter in chain.from_iterable(members)}
-        for parameter in [each for each in optimizer.state if id(each) not in kept]:
+        # PyTorch allows other keys than parameters.
+        for parameter in [each for each in optimizer.state if isinstance(each, torch.Tensor) and id(each) not in kept]:
             del optimizer.state[parameter]

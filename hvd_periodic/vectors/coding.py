@@ -137,14 +137,10 @@ class Coding(Generic[V]):
         return cast(V, x.view(np.int32).astype(np.uint8))
 
     def exponents(self, x: Any) -> V:
-        """Return, as ``"i4"``, the k for which 2^k is nearest to a positive float32; of two, the even k.
-
-        Overwrites ``x``.
-        """
-        bits = x.view(np.int32)
-        odd = bits >> 23  # Bit 23 is that of an odd k + 127.
-        odd &= 1
-        bits += odd
+        """Return, as ``"i4"``, the k for which 2^k is nearest to a positive float32; of two, the even k."""
+        bits = x.view(np.int32) >> 23  # Bit 23 is that of an odd k + 127.
+        bits &= 1
+        bits += x.view(np.int32)
         bits += 0x3FFFFF - (127 << 23)
         bits >>= 23
         return cast(V, bits)

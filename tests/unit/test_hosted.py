@@ -305,3 +305,19 @@ def test_other_errors_stay_as_they_are() -> None:
         tf.raw_ops.AddV2(x=tf.ones(2), y=tf.ones(3))
     with pytest.raises(KeyError), original_errors():
         raise KeyError
+
+
+def test_another_error_of_the_same_type_stays_as_it_is() -> None:
+    """Such as one of the data, after one of an exchange that the code in the block has handled."""
+
+    def run() -> None:
+        raise ValueError("exchange")
+
+    def read() -> None:
+        raise ValueError("bad record 7")
+
+    step = tf.function(lambda: hosted(keeping_errors(run), HostValues(), [])())
+    with pytest.raises(tf.errors.OpError, match="bad record 7"), original_errors():
+        with pytest.raises(tf.errors.OpError):
+            step()
+        tf.py_function(read, [], [])

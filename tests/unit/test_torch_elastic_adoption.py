@@ -52,7 +52,7 @@ class Thawing(Worker):
         replica = [parameter.tolist() for parameter in self.model.parameters()]
         with self.optimizer.center():
             center = [parameter.tolist() for parameter in self.model.parameters()]
-        rates = [group["lr"] for group in self.optimizer.param_groups]
+        rates = [group["lr"] for group in self.optimizer.param_groups], self.model.y.requires_grad
         return self.state.batch, self.optimizer.synchronizer.local_steps, rates, replica, center
 
 
@@ -120,7 +120,7 @@ def test_a_rank_is_lost_after_it_and_another_joins(algorithm: str, center: str) 
     assert [left, other] == [committed[0], committed[1]]
     batch, steps, rates, _, at_center = left
     assert joined == (batch, steps, rates, at_center, at_center)
-    assert rates == [0.1, 0.05]
+    assert rates == ([0.1, 0.05], True)
     assert len({str(end[-1]) for _, end in found}) == 1
 
 
@@ -148,7 +148,7 @@ def test_a_rank_is_lost_in_it(center: str, ahead: int, places: tuple[int, int]) 
         ends = together([zero, make, one], again)
         assert {at_once[1] for at_once, _ in ends} in ({PERIOD}, {3})
         assert {(end[0], end[1], str(end[2]), str(end[-1])) for _, end in ends} == {
-            (10, 10, "[0.1, 0.05]", str(ends[0][1][-1]))
+            (10, 10, "([0.1, 0.05], True)", str(ends[0][1][-1]))
         }
 
 
@@ -164,7 +164,91 @@ def test_commits_by_call() -> None:
 
     zero, _ = together([partial(new, commit="call")] * 2, first)
     ((at_once, _),) = together([zero], again)
-    assert (at_once[0], at_once[1], at_once[2]) == (1, 1, [0.1, 0.05])
+    assert (at_once[0], at_once[1], at_once[2]) == (1, 1, ([0.1, 0.05], True))
+
+
+def test_a_commit_before_it() -> None:
+    """It is an error: ranks could not go on from it."""
+
+    def refused(worker: Worker) -> None:
+        begin(worker, 1)
+        worker.optimizer.add_param_group({"params": [worker.model.y], "lr": 0.05})
+        with pytest.raises(RuntimeError, match=r"added, removed or replaced .*: call adopt"):
+            worker.state.commit()
+
+    together([partial(new, commit="call")] * 2, refused)
+
+
+def test_groups_that_divide_the_same_parameters_in_another_way() -> None:
+    """There is nothing to adopt; commits hold the groups."""
+
+    def first(worker: Worker) -> Worker:
+        begin(worker, 1)
+        worker.optimizer.add_param_group({"params": [worker.model.y], "lr": 0.05})
+        worker.optimizer.adopt()
+        worker.optimizer.param_groups[0]["params"], worker.optimizer.param_groups[1]["params"] = (
+            worker.optimizer.param_groups[1]["params"],
+            worker.optimizer.param_groups[0]["params"],
+        )
+        worker.state.commit()
+        return worker
+
+    def second(worker: Worker) -> list[bool]:
+        worker.begin_again()
+        return [group["params"][0] is worker.model.y for group in worker.optimizer.param_groups]
+
+    make = partial(new, commit="call")
+    zero, _ = together([make] * 2, first)
+    assert together([zero, make], second) == [[True, False]] * 2
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_one_of_two_optimizers_has_adopted(complete: bool) -> None:
+    """The commit is taken when the other one has as well; a rank that is lost before takes all back to the start."""
+
+    def two() -> Thawing:
+        worker = new(commit="call")
+        other = torch.nn.Module()
+        other.x, other.y = (torch.nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
+        second = hvdp.PeriodicOptimizer(torch.optim.SGD([other.x], lr=0.1), other, hvdp.DiLoCo(), PERIOD)
+        worker.state = hvdp.elastic.State(
+            worker.model, worker.optimizer, batch=0, thawed=False, other=other, second=second
+        )
+        return worker
+
+    def first(worker: Worker) -> Worker:
+        begin(worker, 1)
+        worker.state.second.add_param_group({"params": [worker.state.other.y], "lr": 0.05})
+        worker.thaw()
+        if complete:
+            worker.state.second.adopt()
+        return worker
+
+    def second(worker: Worker) -> Any:
+        worker.begin_again()
+        return worker.found()[:3], [len(group["params"]) for group in worker.state.second.param_groups]
+
+    zero, _ = together([two] * 2, first)
+    expected = ((1, 1, ([0.1, 0.05], True)), [1, 1]) if complete else ((0, 0, ([0.1], False)), [1])
+    assert together([zero, two], second) == [expected] * 2
+
+
+def test_what_a_set_changes() -> None:
+    """Keys that are no parameters stay in the state; parameters outside of the optimizer are frozen and thawed too."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    theirs = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    theirs[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    optimizer.state["steps"] = 1  # type: ignore[index]
+    TrainedSet.of(theirs.named_parameters(), torch.optim.SGD(theirs[1].parameters(), lr=0.1)).put_into(
+        optimizer, model.named_parameters()
+    )
+    assert set(optimizer.state) == {*model[1].parameters(), "steps"}
+    assert [(each.requires_grad, each.grad is None) for each in model.parameters()] == [(False, True)] * 2 + [
+        (True, False)
+    ] * 2
 
 
 def test_refused() -> None:
@@ -210,7 +294,7 @@ def test_groups_with_names() -> None:
     optimizer = torch.optim.SGD(list(model.named_parameters())[:1], lr=0.1)
     if "param_names" not in optimizer.param_groups[0]:
         pytest.skip("This version of PyTorch has no names in parameter groups")
-    wanted = TrainedSet((("bias",), ("weight",)), frozenset(["weight"]))
+    wanted = TrainedSet((("bias",), ("weight",)), {"weight": False, "bias": True})
     wanted.put_into(optimizer, model.named_parameters())
     assert [group["param_names"] for group in optimizer.param_groups] == [["bias"], ["weight"]]
     assert TrainedSet.of(model.named_parameters(), optimizer) == wanted
