@@ -64,9 +64,9 @@ def adopt(synchronizer: Any, successor: Callable[[], Successor[V]]) -> None:
     synchronizer.center_reader.require_outside_center_block("adopt")
     if synchronizer.membership.communicator.elastic and not synchronizer.commits_hold_sets:
         raise RuntimeError(
-            "adopt() is not available in elastic jobs of Keras, whose commits hold the parameters of the start, and "
-            "where ranks that join make these: finalize(), save the model, and start another job that trains the new "
-            "set"
+            "adopt() is available in elastic jobs of PyTorch only: elsewhere, commits hold the parameters of the "
+            "start, and ranks that join make these. Call finalize(), save the model, and start another job that trains "
+            "the new set"
         )
     refused = refusal(synchronizer) or ("before a synchronous warmup ends" if synchronizer.warmup.active else None)
     if refused is not None:

@@ -317,8 +317,17 @@ def test_it_is_refused_asynchronously(
     run_ranks(2, work)
 
 
+@pytest.mark.parametrize(
+    ("damaged", "message"),
+    [
+        ({"velocities": [np.zeros(17)]}, "does not fit SGD: 'velocities' has arrays of shapes [(17,)]"),
+        (None, "Training cannot start: loading the checkpoint failed on rank 0: KeyError('center_optimizer')"),
+    ],
+)
 @pytest.mark.parametrize("transport", ["window", "service"])
-def test_an_asynchronous_center_does_not_begin_from_it(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_asynchronous_center_does_not_begin_from_it(
+    transport: str, damaged: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file of a model is read before ranks meet: those of which one does not fit are an error on all of them."""
     monkeypatch.setenv("HVD_PERIODIC_TRANSPORT", transport)
 
@@ -333,12 +342,14 @@ def test_an_asynchronous_center_does_not_begin_from_it(transport: str, monkeypat
         optimizer.finalize()
         state = optimizer.synchronizer.state_dict()
         if communicator.rank == 0:
-            state["center_optimizer"]["velocities"] = [np.zeros(17)]
+            outer = state.pop("center_optimizer")
+            state |= {} if damaged is None else {"center_optimizer": outer | damaged}
         again = made()
         again.synchronizer.load_checked(state)
         again.step([np.ones(6)])
 
-    assert all("does not fit SGD: 'velocities' has arrays of shapes [(17,)]" in str(each) for each in errors(2, work))
+    found = errors(2, work)
+    assert all(message in str(each) for each in found), found
 
 
 def test_the_state_of_another_model_is_refused_by_the_name_of_a_parameter() -> None:

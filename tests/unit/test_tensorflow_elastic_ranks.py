@@ -423,7 +423,7 @@ def test_another_set_of_variables_is_refused_and_changes_nothing() -> None:
         worker.state.sync()
         worker.train(3)
         if tries:
-            with pytest.raises(RuntimeError, match=r"in elastic jobs of Keras, .* start another job"):
+            with pytest.raises(RuntimeError, match=r"in elastic jobs of PyTorch only: .* start another job"):
                 worker.optimizer.adopt([*worker.model.trainable_variables, keras.Variable([1.0])])
         worker.train(2)
         worker.state.commit()
