@@ -28,7 +28,16 @@ CORE = frozenset(
         *(f"unit/test_{name}" for name in ("adoption", "complex", "norm_bounds", "participation", "presence")),
         *(
             f"unit/test_{name}"
-            for name in ("delayed", "packed", "presence_life", "quorum", "quorum_options", "rows", "sockets")
+            for name in (
+                "delayed",
+                "packed",
+                "presence_life",
+                "quorum",
+                "quorum_elastic_messages",
+                "quorum_options",
+                "rows",
+                "sockets",
+            )
         ),
         *(f"unit/test_{name}" for name in ("optimizer_state", "oracle", "outer_algorithms", "overlap", "schedules")),
         *(f"unit/test_{name}" for name in ("semantics", "startup", "state", "subset", "threads", "together")),

@@ -49,8 +49,13 @@ class ExchangedTensors:
 
     @property
     def forms_messages(self) -> bool:
-        """Whether messages are formed where the center is, of the replicas that workers send."""
+        """Whether messages are formed from the center as it is: where that is, of the replicas that workers send."""
         return self.algorithm.reads_before and not self.sends_messages
+
+    @property
+    def asks_for_center(self) -> bool:
+        """Whether workers form the messages that they encode from the center as it is, for which they ask before."""
+        return self.forms_messages and isinstance(self.wire, Encoded)
 
     @property
     def keys(self) -> tuple[str, ...]:

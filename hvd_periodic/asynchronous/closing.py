@@ -25,11 +25,16 @@ class Contribution:
         record: its record.
         rates: learning rates of its tensors, if the algorithm uses them.
         payloads: its replica or message, bucket by bucket.
+        seen: the number of the round that has left the center from which it has formed its message; -1: it does not
+            matter.
+        norm: the norm of its message before that was encoded; NaN: the holder of the center measures it.
     """
 
     record: Record
     rates: list[float]
     payloads: list[np.ndarray]
+    seen: int = -1
+    norm: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Closing:
             leading = members.index(self._root) if self._root in members else 0
             payloads = zip(*(each.payloads for each in taking), strict=True)
             counted = [[None if r.left_out else p for p, r in zip(of_all, records, strict=True)] for of_all in payloads]
-            exchanges, norms = self._limit_messages(counted, exchanges)
+            exchanges, norms = self._limit_messages(counted, exchanges, [each.norm for each in taking])
             totals, mean = self._limit_mean(counted, exchanges, leading)
             pulled = [center.close(i, total, exchanges[leading]) for i, total in enumerate(totals)]
             if center.optimized:
@@ -98,12 +103,12 @@ class Closing:
         return Closed(moves, pulled, staleness, norms, cuts, mean)
 
     def _limit_messages(
-        self, payloads: Sequence[Sequence[np.ndarray | None]], exchanges: Sequence[Exchange]
+        self, payloads: Sequence[Sequence[np.ndarray | None]], exchanges: Sequence[Exchange], told: Sequence[float]
     ) -> tuple[list[Exchange], list[float]]:
         """Return the exchanges with the factors for messages that are too long, and the norms; NaN without a bound.
 
         As :class:`~.norm_bounds.NormLimiter`, here with the messages of all: of the parameters, before weights, the
-        median over those who count.
+        median over those who count. Of an encoded message, its worker tells the norm.
         """
         center, bounds = self._center, self._center.parts[0].bounds
         if bounds is None or bounds.message is None:
@@ -112,7 +117,8 @@ class Closing:
         for place, exchange in enumerate(exchanges):
             of_worker = [(i, payloads[i][place]) for i in range(len(center.parts[0].layout.buckets))]
             squares = (center.space.square(center.message(i, p, exchange)) for i, p in of_worker if p is not None)
-            norms.append(math.sqrt(sum(squares)) / share(exchange))
+            norm = math.sqrt(sum(squares)) if math.isnan(told[place]) else told[place]
+            norms.append(norm / share(exchange))
         counted = [norm for norm, exchange in zip(norms, exchanges, strict=True) if exchange.weight != 0]
         limit = float(median(counted)) if isinstance(bounds.message, str) else bounds.message
         return [replace(each, cut=factor(norm, limit)) for norm, each in zip(norms, exchanges, strict=True)], norms

@@ -24,14 +24,16 @@ from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, R
 from hvd_periodic.logs import logger
 from hvd_periodic.outer.framework import OuterOptimizer
 
-_COME, _FAIL, _APART, _BACK, _END = range(16, 21)
+_COME, _FAIL, _APART, _BACK, _END, _SEE = range(16, 22)
 """Requests besides those of a service: a worker comes with what it has; it cannot go on; it is in another call, or
-back; its process ends without finalize(). What it has to say and its payloads follow the first at once, without an
-answer in between."""
+back; its process ends without finalize(); it asks for the center as it is. What it has to say and its payloads follow
+the first at once, without an answer in between. The answer to the last is the number of the last round, then the
+buckets that workers ask for."""
 
-_NOTHING, _TAKEN, _MOVED, _FAILED = range(4)
+_NOTHING, _TAKEN, _MOVED, _FAILED, _AGAIN = range(5)
 """What has become of a round for a worker: nothing moved, as nobody had anything to contribute; nor did the center, but
-this worker, which is left out, takes it; the center moved; or the round did not close."""
+this worker, which is left out, takes it; the center moved; the round did not close; or this worker has to come again,
+as the center has moved since it saw it."""
 
 _PULLS = (_TAKEN, _MOVED)
 """After these, the vectors follow that the worker pulls."""
@@ -88,6 +90,8 @@ class HubTransport(ServiceTransport):
     Attributes:
         round: the last round in which this worker was.
         waited: seconds for which it waited for the close, the way of its messages included.
+        message_norm: the norm of the message with which this worker comes, if it measures that; otherwise NaN.
+        asked: number of buckets, the first ones, that workers ask for before they form their messages.
     """
 
     def __init__(
@@ -104,6 +108,8 @@ class HubTransport(ServiceTransport):
     ) -> None:
         self.round = Round(0, [], [], 0, moved=False)
         self.waited = 0.0
+        self.message_norm = math.nan
+        self.asked = len(parts[0].layout.buckets) if parts[0].asks_for_center else 0
         self.ranks = list(ranks)
         workers = len(self.ranks)
         self.rounds, self.workers, self.dead_ranks, self.root = rounds, workers, dead_ranks, root
@@ -131,17 +137,61 @@ class HubTransport(ServiceTransport):
         Raises:
             RuntimeError: no round closes any more.
         """
+        self.waited = 0.0
+        verdict, pulled = self._come(exchange, payloads)
+        self._note(verdict)
+        yield from pulled
+
+    def exchange_from_center(
+        self, exchange: Exchange, form: Callable[[Sequence[np.ndarray]], Iterator[np.ndarray]]
+    ) -> Iterator[np.ndarray]:
+        """As :meth:`exchange`, of messages that are formed from the center as it is when the round closes.
+
+        Args:
+            exchange: the exchange.
+            form: returns what this worker sends, given the buckets that workers ask for; called again if a round has
+                closed without this worker in the meantime.
+        """
+        self.waited = 0.0
+        while True:
+            seen, centers = self._see()
+            verdict, pulled = self._come(exchange, form(centers), seen)
+            if verdict[0] != _AGAIN:
+                break
+        self._note(verdict)
+        if verdict[0] in _PULLS:
+            yield from centers
+        yield from pulled
+
+    def _come(
+        self, exchange: Exchange, payloads: Iterator[np.ndarray], seen: int = -1
+    ) -> tuple[np.ndarray, Iterator[np.ndarray]]:
+        """Come to a round, and wait for its close; return the verdict, and the vectors to pull."""
         # Copies: a front end may form the next one in the same memory.
-        sent = Contribution(self._record, list(exchange.rates), [np.array(payload) for payload in payloads])
+        copies = [np.array(payload) for payload in payloads]
+        sent = Contribution(self._record, list(exchange.rates), copies, seen, self.message_norm)
         came = time.perf_counter()
         if self._rank == self.root:
-            verdict, pulled = self._hub.attend_round(self._rank, sent, self._while_waiting)
+            answer = self._hub.attend_round(self._rank, sent, self._while_waiting)
         else:
-            verdict, pulled = self._send(sent)
-        self.waited = time.perf_counter() - came
+            answer = self._send(sent)
+        self.waited += time.perf_counter() - came
+        return answer
+
+    def _note(self, verdict: np.ndarray) -> None:
         self.round = self._read(verdict)
         self.missed = self.round.staleness
-        yield from pulled
+
+    def _see(self) -> tuple[int, list[np.ndarray]]:
+        """Return the number of the last round, and the buckets that workers ask for."""
+        if self._rank == self.root:
+            return self._hub.see()
+        number, centers = np.empty(1, np.int64), [empty(bucket) for bucket in self._buckets[: self.asked]]
+        answers = [self._replies.receive(number, self.root, ANSWER)]
+        answers += [self._replies.receive(out, self.root, payload_tag(i) + 1) for i, out in enumerate(centers)]
+        self._request(self.root, _SEE)
+        self._wait(answers)
+        return int(number[0]), centers
 
     def fail(self, text: str) -> None:
         """Tell all workers, as they come, that this one cannot go on."""
@@ -172,12 +222,12 @@ class HubTransport(ServiceTransport):
     def sizes(self) -> tuple[int, int]:
         """Return the number of integers of what a worker says, and of the verdict on a round."""
         width = len(integers(Record(0, 0)))
-        return width + self._rates, _VERDICT + self.workers * (1 + width) + _TEXT // 8
+        return width + self._rates + 2, _VERDICT + self.workers * (1 + width) + _TEXT // 8
 
     def _send(self, sent: Contribution) -> tuple[np.ndarray, Iterator[np.ndarray]]:
         """Send what this worker has; return the verdict, and the vectors to pull."""
-        words = np.array(integers(sent.record), np.int64)
-        words = np.concatenate([words, np.array(sent.rates, np.float64).view(np.int64)])
+        words = np.array([*integers(sent.record), sent.seen], np.int64)
+        words = np.concatenate([words, np.array([sent.norm, *sent.rates], np.float64).view(np.int64)])
         verdict = np.empty(self.sizes()[1], np.int64)
         answer = self._replies.receive(verdict, self.root, ANSWER)
         self._request(self.root, _COME)
@@ -186,8 +236,10 @@ class HubTransport(ServiceTransport):
         self._wait([*sending, answer])
 
         def pulled() -> Iterator[np.ndarray]:
-            buffers = [empty(bucket) for bucket in self._buckets[: self._count]] if verdict[0] in _PULLS else []
-            receiving = [self._replies.receive(out, self.root, payload_tag(i) + 1) for i, out in enumerate(buffers)]
+            asked = self.asked
+            buffers = [empty(bucket) for bucket in self._buckets[asked : self._count]] if verdict[0] in _PULLS else []
+            tags = (payload_tag(i) + 1 for i in range(asked, self._count))
+            receiving = [self._replies.receive(out, self.root, tag) for out, tag in zip(buffers, tags, strict=False)]
             for request, out in zip(receiving, buffers, strict=True):
                 self._wait([request])
                 yield out
@@ -279,6 +331,13 @@ class Hub(Service):
         verdict, pulled = self._own
         return verdict, iter(pulled)
 
+    def see(self) -> tuple[int, list[np.ndarray]]:
+        """Return the number of the last round, and the buckets of the center that workers ask for."""
+        with self._lock:
+            exchange = Exchange(self._transport.workers, period=1)
+            asked = [self._center.published(i, exchange) for i in range(self._transport.asked)]
+            return self._last_round, asked
+
     def fail(self, worker: int, text: str) -> None:
         """Let no round close any more, because of a worker."""
         with self._lock:
@@ -311,7 +370,8 @@ class Hub(Service):
                 return self._tell_failure(self._rounds.failure)
             if members is None:
                 return False
-            self._close(members)
+            if not self._send_back(members):
+                self._close(members)
             return True
 
     @property
@@ -335,18 +395,41 @@ class Hub(Service):
             self.set_apart(source, operation == _APART)
         elif operation == _END:
             self.end(source)
+        elif operation == _SEE:
+            number, centers = self.see()
+            self._send(np.array([number], np.int64), source, ANSWER)
+            for index, center in enumerate(centers):
+                self._send(center, source, payload_tag(index) + 1)
         else:
             super()._answer(source, header)
 
     def _unpacked(self, words: np.ndarray, payloads: list[np.ndarray]) -> Contribution:
         width = len(integers(Record(0, 0)))
         (record,), _ = unpack_records(words[:width])
-        return Contribution(record, words[width:].view(np.float64).tolist(), payloads)
+        norm, *rates = words[width + 1 :].view(np.float64).tolist()
+        return Contribution(record, rates, payloads, int(words[width]), norm)
 
     def _come(self, worker: int, sent: Contribution) -> None:
         with self._lock:
             self._contributions[worker] = sent
             self._rounds.come(worker, sent.record.purpose == Purpose.LEAVE)
+            self._send_back([worker])
+
+    @property
+    def _last_round(self) -> int:
+        return int(self._center.ledger.rounds[0])
+
+    def _send_back(self, workers: Sequence[int]) -> bool:
+        """Let those come again whose messages are from a center that has moved since; return whether there are any.
+
+        Of those who wait for a round, only workers that are leaving, or not in a replayed round, have missed others.
+        """
+        late = [worker for worker in workers if self._contributions[worker].seen not in (-1, self._last_round)]
+        for worker in late:
+            del self._contributions[worker]
+            self._tell(worker, [_AGAIN], [])
+        self._rounds.dismiss(late)
+        return bool(late)
 
     def _look_for_dead_ranks(self) -> None:
         """Stop waiting for ranks that have died."""
@@ -375,7 +458,7 @@ class Hub(Service):
         closed = self._closing.close(members, taking)
         self._stepped |= closed.moved and self._center.optimized > 0
         self._rounds.close(members)
-        number = int(self._center.ledger.rounds[0])
+        number = self._last_round
         told = [*members, *(word for each in taking for word in integers(each.record))]
         for place, worker in enumerate(members):
             what = _MOVED if closed.moved else _TAKEN if taking[place].record.left_out else _NOTHING
@@ -395,12 +478,13 @@ class Hub(Service):
     def _tell(self, worker: int, verdict: Sequence[int], pulled: Sequence[np.ndarray]) -> None:
         words = np.zeros(self._transport.sizes()[1], np.int64)
         words[: len(verdict)] = verdict
+        asked = self._transport.asked  # Workers have these.
         if worker == self._transport.root:
-            self._own = words, [np.array(vector) for vector in pulled]
+            self._own = words, [np.array(vector) for vector in pulled[asked:]]
             self._closed.set()
             return
         self._send(words, worker, ANSWER)
-        for index, vector in enumerate(pulled):
+        for index, vector in enumerate(pulled[asked:], asked):
             self._send(vector, worker, payload_tag(index) + 1)
 
 

@@ -168,9 +168,10 @@ class Rounds:
         return self.members()
 
     def dismiss(self, workers: Iterable[int]) -> None:
-        """Note that workers do not wait any more, without a round."""
+        """Note that workers do not wait any more, without a round: they may come again."""
         for worker in workers:
             self._came.pop(worker, None)
+            self._leaving.discard(worker)
 
     def close(self, members: Sequence[int]) -> None:
         """Note that a round closes with some workers, which do not wait any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import sys
 import time
@@ -12,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from hvd_periodic.asynchronous.rounds import Quorum, Rounds
 from hvd_periodic.asynchronous.service import ServiceTransport
 from hvd_periodic.asynchronous.transport import MemoryTransport, Transport
 from hvd_periodic.centers.base import Placement
+from hvd_periodic.centers.error_feedback import Packed
 from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.centers.tensor_group import TensorGroup, all_buckets
 from hvd_periodic.comm.base import Communicator
@@ -249,22 +251,27 @@ class Worker:
 
         If it is left out of a round, it sends zeros, and starts from the center that it gets. If it has no weight, so
         that it does not count, it sends zeros as well, and keeps its error memory; its own message is dropped once the
-        center has moved. Messages that it encodes are bounded here, as the holder sees them with the error memory only.
+        center has moved. Messages that it encodes with error memory are bounded here, as the holder sees them with that
+        only. Those that it encodes without are formed from the center as it is.
         """
-        buckets, sent, residuals = list(all_buckets(parts)), 0, list[tuple[TensorGroup[Any], Bucket, Any]]()
+        buckets, sent, packed = list(all_buckets(parts)), 0, dict[int, Packed[Any]]()
         limiter = parts[0].limiter
         if limiter is not None and counts and not left_out:
             exchange, _ = limiter.limit_message(exchange, parts[0].values.layout.buckets)
 
-        def payloads() -> Iterator[np.ndarray]:
+        def payloads(centers: Sequence[np.ndarray] = ()) -> Iterator[np.ndarray]:
             nonlocal sent
-            for part, bucket in buckets:
+            seen = [
+                self._replica.from_host(center, bucket) for center, (_, bucket) in zip(centers, buckets, strict=False)
+            ]
+            if seen and not left_out:
+                self._measure(parts[0], seen, exchange)
+            for place, (part, bucket) in enumerate(buckets):
                 if left_out or not counts:
                     payload = np.zeros_like(self._parts[parts.index(part)].new_payload(bucket))
                 elif part.error_feedback.wire.lossy:
-                    packed, residual = part.packed(bucket, exchange)
-                    payload = np.frombuffer(self._replica.to_bytes(packed), np.uint8)
-                    residuals.append((part, bucket, residual))
+                    packed[place] = part.packed(bucket, exchange, seen[place] if seen else None)
+                    payload = np.frombuffer(self._replica.to_bytes(packed[place].payload), np.uint8)
                 else:
                     payload = self._replica.to_host(part.payload(bucket, exchange), bucket)
                 sent += payload.nbytes
@@ -272,9 +279,13 @@ class Worker:
 
         pulls = False
         with self.transaction():
+            if self._parts[0].asks_for_center:
+                vectors = cast(HubTransport, self.transport).exchange_from_center(exchange, payloads)
+            else:
+                vectors = self.transport.exchange(exchange, payloads())
             # All buckets, or none if nobody had anything to contribute to a round. The transport comes first: asked for
             # one bucket more, it receives the staleness.
-            for pulled, (part, bucket) in zip(self.transport.exchange(exchange, payloads()), buckets, strict=False):
+            for pulled, (place, (part, bucket)) in zip(vectors, enumerate(buckets), strict=False):
                 pulls = True
                 cut = self.transport.cut if part is parts[0] else None
                 center = self._replica.from_host(pulled, bucket)
@@ -285,13 +296,23 @@ class Worker:
                 else:
                     if not counts:
                         part.payload(bucket, exchange)  # Empties what the worker has gathered.
-                    part.pull(bucket, center, replace(exchange, cut=cut))
+                    part.pull(bucket, center, replace(exchange, cut=cut), packed.get(place))
             if pulls:
-                for part, bucket, residual in residuals:
-                    part.error_feedback.keep(bucket, residual)
+                for place, each in packed.items():
+                    part, bucket = buckets[place]
+                    part.error_feedback.keep(bucket, each)
                 for part in parts:
                     part.remember_taken()
         return sent
+
+    def _measure(self, part: TensorGroup[Any], centers: Sequence[Any], exchange: Exchange) -> None:
+        """Measure the message that will be encoded, given the center, if there is a bound on norms of messages."""
+        bounds = self._parts[0].bounds
+        if bounds is not None and bounds.message is not None:
+            of_buckets = zip(part.values.layout.buckets, centers, strict=True)
+            previews = (part.preview(bucket, exchange, center) for bucket, center in of_buckets)
+            norm = math.sqrt(sum(self._replica.space.square(preview) for preview in previews))
+            cast(HubTransport, self.transport).message_norm = norm
 
     def wait_for_group(self, parts: Sequence[TensorGroup[Any]], grace: float) -> float:
         """Wait, after a push, for those who push within ``grace`` seconds of the first of a group; take the center.

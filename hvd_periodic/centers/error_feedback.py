@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.centers.base import Placement
@@ -23,6 +23,20 @@ RESIDUAL = "unsent"
 
 SECOND_HOP_RESIDUAL = "unsent_sums"
 """Prefix of the key of the residual of the sums that this rank forms for the others."""
+
+
+class Packed(NamedTuple, Generic[V]):
+    """A message for one receiver.
+
+    Attributes:
+        payload: its bytes.
+        decoded: the message as the receiver sees it.
+        residual: the part that was not sent; None if none is kept.
+    """
+
+    payload: V
+    decoded: V
+    residual: V | None
 
 
 class ErrorFeedback(Generic[V]):
@@ -143,8 +157,8 @@ class ErrorFeedback(Generic[V]):
         of_message.write(space.sub(message, decoded, out=residual))
         return sent
 
-    def pack(self, bucket: Bucket, message: V, ranks: int) -> tuple[V, V]:
-        """Return a message with the residual of earlier ones, as bytes for one receiver, and its own residual.
+    def pack(self, bucket: Bucket, message: V, ranks: int) -> Packed[V]:
+        """Return a message, with the residual of earlier ones if any are kept, for one receiver.
 
         Residuals do not change, see :meth:`keep`. May overwrite the message.
 
@@ -157,12 +171,12 @@ class ErrorFeedback(Generic[V]):
         if self.residual is not None:
             message = space.axpy(self._decay, self.residual.read(bucket), message)
         payload, decoded = cast(Encoded, self.wire).pack(space.coding, message, ranks)
-        return payload, space.sub(message, decoded)
+        return Packed(payload, decoded, None if self.residual is None else space.sub(message, decoded))
 
-    def keep(self, bucket: Bucket, residual: V) -> None:
-        """Set the residual of a bucket, once its message has entered the center."""
-        if self.residual is not None:
-            Residual(self.residual, bucket, self._replica.space).write(residual)
+    def keep(self, bucket: Bucket, packed: Packed[V]) -> None:
+        """Set the residual of a bucket, if one is kept, once its message has entered the center."""
+        if self.residual is not None and packed.residual is not None:
+            Residual(self.residual, bucket, self._replica.space).write(packed.residual)
 
     def _start(self, link: Link[V], bucket: Bucket, message: V, exchange: Exchange) -> Sent[V]:
         """Start to sum messages; those of tables in the rows that are touched."""

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.by_range import ByRange
-from hvd_periodic.centers.error_feedback import RESIDUAL, ErrorFeedback
+from hvd_periodic.centers.error_feedback import RESIDUAL, ErrorFeedback, Packed
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.centers.norm_bounds import NormBounds, NormLimiter
 from hvd_periodic.comm.membership import Membership
@@ -364,16 +364,18 @@ class TensorGroup(Generic[V]):
         cuts = self.limiter is not None and self.limiter.bounds.message is not None
         return self.placement.everywhere and not (self.error_feedback.wire.lossy or self._overlapped or cuts)
 
-    def preview(self, bucket: Bucket, exchange: Exchange) -> V:
+    def preview(self, bucket: Bucket, exchange: Exchange, published: V | None = None) -> V:
         """Return the message that an exchange would form of a bucket, without weight; changes nothing.
 
-        Collective, unless the center is everywhere.
+        Collective, unless the center is everywhere, or the published center is given.
         """
         space, slot = self._replica.space, _slot(bucket)
         x, worker = self._read(bucket, slot), self._read_all(self.worker, bucket)
         copies = {key: space.copy(vector) for key, vector in worker.items()}
         center = x
-        if self._keeps_taken:
+        if published is not None:
+            center = published
+        elif self._keeps_taken:
             center = worker[_TAKEN]
         elif self.algorithm.reads_before:
             center = self.published_center(bucket, exchange)
@@ -391,18 +393,23 @@ class TensorGroup(Generic[V]):
         self._write(self.worker, bucket, worker, changed)
         return message
 
-    def packed(self, bucket: Bucket, exchange: Exchange) -> tuple[V, V]:
-        """Return :meth:`payload`, cut, as bytes, with the residual of earlier ones; and its own, to be kept later."""
-        message = self.payload(bucket, exchange)
+    def packed(self, bucket: Bucket, exchange: Exchange, published: V | None = None) -> Packed[V]:
+        """Return the message of a worker to a center elsewhere, cut: :meth:`payload`, or from a published center."""
+        message = self.payload(bucket, exchange) if published is None else self.preview(bucket, exchange, published)
         message = message if exchange.cut is None else self._replica.space.scale(exchange.cut, message)
         return self.error_feedback.pack(bucket, message, int(exchange.size))
 
-    def pull(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
-        """Pull a bucket of the replica, given the published center: by what was sent, if the message was cut."""
+    def pull(self, bucket: Bucket, center: V, exchange: Exchange, packed: Packed[V] | None = None) -> None:
+        """Pull a bucket of the replica, given the published center: by what was sent, if that is not the message."""
         algorithm, space = self.algorithm, self._replica.space
         for part in self._blocks[bucket.index]:
             block, pulling, sent = self._block(bucket, part), _part(center, bucket, part), None
-            if exchange.cut is not None and not algorithm.uses_error_feedback:
+            if algorithm.uses_error_feedback:
+                pass
+            elif packed is not None:
+                sent = _part(packed.decoded, bucket, part)
+                sent = sent if exchange.cut is None else space.scale(exchange.cut, sent)
+            elif exchange.cut is not None:
                 copies = {key: space.copy(vector) for key, vector in block.worker.items()}
                 message, _ = algorithm.message(space, block.x, copies, pulling, exchange)
                 sent = space.scale(exchange.cut, message)

@@ -80,6 +80,7 @@ class WithQuorum(Asynchronous[V]):
         shared = [ExchangedTensors(kind.values.layout, kind.algorithm) for kind in tensors]
         bounds = context.bounds or NormBounds()
         _check_wire(context.wire, exchanged.algorithm, bounds)
+        bounds_own = context.wire.lossy and exchanged.algorithm.uses_error_feedback
         algorithm, optimized, power = exchanged.algorithm, exchanged.outer is not None, context.staleness_power
         keeps_taken = algorithm.reads_before and algorithm.reads_after
         shared[0] = replace(
@@ -87,7 +88,7 @@ class WithQuorum(Asynchronous[V]):
             optimized=optimized,
             staleness_power=power,
             sends_messages=keeps_taken,
-            bounds=bounds._replace(message=None) if context.wire.lossy else context.bounds,
+            bounds=bounds._replace(message=None) if bounds_own else context.bounds,
             wire=context.wire,
         )
         outer = exchanged.center_optimizer
@@ -98,7 +99,7 @@ class WithQuorum(Asynchronous[V]):
             membership,
             wire=context.wire,
             error_decay=context.error_decay,
-            bounds=NormBounds(message=bounds.message) if context.wire.lossy and bounds.message is not None else None,
+            bounds=NormBounds(message=bounds.message) if bounds_own and bounds.message is not None else None,
             keeps_taken=keeps_taken,
         )
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
@@ -226,14 +227,12 @@ def _check_wire(wire: Wire, algorithm: Algorithm, bounds: NormBounds) -> None:
     """Raise a ValueError for a lossy wire if workers cannot form messages in bytes before their round closes."""
     if not wire.lossy:
         return
-    if not isinstance(wire, Encoded) or not algorithm.uses_error_feedback:
+    if not isinstance(wire, Encoded):
+        raise ValueError(f"`compression` with `quorum` is for wires of bytes. Received: compression={wire!r}")
+    if isinstance(bounds.message, str) and algorithm.uses_error_feedback:
         raise ValueError(
-            "`compression` with `quorum` is for averaging, DiLoCo, SlowMo, BMUF and AGN, whose workers form messages "
-            f"before their round closes, and for wires of bytes. Received: {algorithm!r}, compression={wire!r}"
-        )
-    if isinstance(bounds.message, str):
-        raise ValueError(
-            f"`compression` and max_message_norm={bounds.message!r} cannot be combined with `quorum`, where messages "
-            "are encoded before the norms of the others are known: pass a number as max_message_norm, or leave out one "
-            f"of them. Received: compression={wire!r}"
+            f"`compression` and max_message_norm={bounds.message!r} can be combined with `quorum` in elastic averaging "
+            "only, since the error memory of other algorithms is added to a message that is within its bound, before "
+            "the norms of the others are known: pass a number as max_message_norm, or leave out one of them. Received: "
+            f"{algorithm!r}, compression={wire!r}"
         )

@@ -256,6 +256,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bounds": (hvdp.DiLoCo(), {"max_message_norm": "median", "max_mean_norm": 0.1}),
     "bound, easgd": (hvdp.EASGD(0.3), {"max_message_norm": 0.05}),
     "top-k": (hvdp.DiLoCo(), {"compression": hvdp.Compression.topk(0.3)}),
+    "top-k, easgd": (hvdp.EASGD(0.3), {"compression": hvdp.Compression.topk(0.3), "max_message_norm": "median"}),
 }
 
 

@@ -162,6 +162,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bounds": (SlowMo(), {"max_message_norm": "median", "max_mean_norm": 0.1}),
     "bound, easgd": (EASGD(0.25), {"max_message_norm": 0.1}),
     "int8": (DiLoCo(), {"compression": hvdp.Compression.int8}),
+    "top-k, easgd": (EASGD(0.25), {"compression": hvdp.Compression.topk(0.3)}),
 }
 
 
