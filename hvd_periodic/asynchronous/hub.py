@@ -155,6 +155,7 @@ class HubTransport(ServiceTransport):
         self.waited = 0.0
         while True:
             seen, centers = self._see()
+            self.message_norm = math.nan
             verdict, pulled = self._come(exchange, form(centers), seen)
             if verdict[0] != _AGAIN:
                 break
