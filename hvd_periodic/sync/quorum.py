@@ -45,8 +45,8 @@ class WithQuorum(Asynchronous[V]):
     Sums run in the order of ranks. w_i = (1, or the worker's ``weight``) (1 + s_i)^−p, where s_i is the number of
     rounds that closed since it took h_i. Workers that are not in A keep all they have. The mean over those who take
     part is as in Decoupled DiLoCo, arXiv 2604.21428. A worker that is excluded as it is not finite is in the
-    round without a message: x_i, h_i ← c. With compression, s_i, which is d_i as it arrives, is in place of d_i: a
-    worker sees c before it encodes d_i, and again if a round has closed in the meantime.
+    round without a message: x_i, h_i ← c. With compression, d_i is what arrives of x_i − c: a worker sees c before
+    it encodes the difference, and again if a round has closed in the meantime.
     """
 
     @classmethod
