@@ -57,6 +57,18 @@ def test_training(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
+def test_worker_speeds(tmp_path: Path) -> None:
+    """The task that no figure shows."""
+    size = ["--steps", "20", "--looks", "20", "--seeds", "1", "--milliseconds", "4", "--methods", "DyLU"]
+    options = ["--task", "regularized", *size, "--json", str(tmp_path / "results")]
+    output = start("mpirun", 2, ["-m", "tests.benchmarks.worker_speeds", *options], 90, "torch")
+    results = json.loads((tmp_path / "results").read_text())
+    assert list(results) == ["synchronous", "asynchronous, DyLU"]
+    for name, (seed,) in results.items():
+        assert name in output
+        assert 0 < seed["losses"][-1] < seed["losses"][0]
+
+
 def test_language(tmp_path: Path) -> None:
     """A small network, few steps; all methods see the same number of samples, and learn."""
     size = [

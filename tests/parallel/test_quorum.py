@@ -144,6 +144,18 @@ def test_a_slow_rank_is_left_out_and_the_sets_decide_the_trajectory(ranks: list[
     assert any(1 in members for members in sets[1:])
 
 
+def stop_until(first: Path, second: Path, awake: Path) -> None:
+    """Stop this process until two files exist."""
+    # A signal that comes before this process has stopped wakes nobody: until it is awake, more come.
+    wake = (
+        f"until [ -e {first} ] && [ -e {second} ]; do sleep 0.05; done; "
+        f"until [ -e {awake} ]; do kill -CONT {os.getpid()} || exit; sleep 0.05; done"
+    )
+    with subprocess.Popen(["sh", "-c", wake]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        awake.touch()
+
+
 @scenario
 def stopped() -> Any:
     """One rank is stopped in the middle of a push of several buckets, until the others have closed five rounds."""
@@ -169,14 +181,7 @@ def stopped() -> Any:
         def stop_inside(*arguments: Any) -> Any:
             sent.append(send(*arguments))
             if len(sent) == 3:  # A request, what it says, and a payload.
-                # A signal that comes before this process has stopped wakes nobody: until it is awake, more come.
-                wake = (
-                    f"until [ -e {first} ] && [ -e {second} ]; do sleep 0.05; done; "
-                    f"until [ -e {awake} ]; do kill -CONT {os.getpid()} || exit; sleep 0.05; done"
-                )
-                with subprocess.Popen(["sh", "-c", wake]):
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                    awake.touch()
+                stop_until(first, second, awake)
             return sent[-1]
 
         messages.send = stop_inside
@@ -199,6 +204,31 @@ def test_a_rank_that_is_stopped_in_the_middle_of_a_push_stops_nobody(ranks: list
     for values, _ in reports:
         assert values == reports[0][0]
         assert len(values) == 1
+
+
+@scenario
+def root_stopped() -> Any:
+    """The root is stopped for a moment between two rounds, once the others have its answer to the first."""
+    x, optimizer = quadratic(hvdp.EASGD(0.25), grace_seconds=0.0, compression=hvdp.Compression.int8)
+    rank, (*others, awake) = hvd.rank(), (folder_of(f"root_stopped.{i}") for i in range(3))
+    period(x, optimizer)
+    if rank:
+        others[rank - 1].touch()
+    else:
+        while not all(file.exists() for file in others):
+            time.sleep(0.01)
+        stop_until(*others, awake)
+    for _ in range(4):
+        period(x, optimizer)
+    optimizer.finalize()
+    return [center_of(x, optimizer), optimizer.synchronizer.counters.rounds]
+
+
+def test_rounds_go_on_once_a_stopped_root_does(ranks: list[dict[str, Any]]) -> None:
+    reports = column(ranks, "root_stopped")
+    for center, rounds in reports:
+        assert center == reports[0][0]
+        assert rounds == 5, "those that it took part in, none without it; in finalize() nothing is left"
 
 
 def trained(folder: str, sets: list[list[int]], resume: bool) -> Any:
