@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -133,3 +135,14 @@ def column(ranks: list[dict[str, Any]], *keys: str) -> list[Any]:
     for key in keys:
         values = [value[key] for value in values]
     return values
+
+
+def stop_until(awake: Path, *files: Path) -> None:
+    """Stop this process, as SIGSTOP does, until some files exist; ``awake`` is written then."""
+    # A signal that comes before this process has stopped wakes nobody: until it is awake, more come.
+    exist = " && ".join(f"[ -e {file} ]" for file in files)
+    wake = f"until [ -e {awake} ]; do kill -CONT {os.getpid()} || exit; sleep 0.05; done"
+    wake = f"until {exist}; do sleep 0.05; done; {wake}"
+    with subprocess.Popen(["sh", "-c", wake]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        awake.touch()

@@ -1,6 +1,9 @@
 """Rounds in which one rank is killed, or stopped for good; see ``test_quorum_dying.py``.
 
 mpirun --enable-recovery -np 3 python -m tests.parallel.quorum_dying_program FOLDER WHERE ROUNDS
+mpirun --enable-recovery -np 10 python -m tests.parallel.quorum_dying_program FOLDER ten ROUNDS
+
+Of ten, one is ten times slower, one is stopped until the root has closed three more rounds, and one is killed.
 """
 
 from __future__ import annotations
@@ -19,9 +22,13 @@ import numpy as np
 from hvd_periodic.algorithms import DiLoCo
 from hvd_periodic.comm.mpi import MPICommunicator
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
+from tests.parallel.program import stop_until
 
 SIZE, VICTIM, LAST = 300_000, 2, 3
 """Elements, the rank that is killed, and its last round."""
+
+SLOW, STOPPED, QUORUM_OF_TEN = 3, 4, 7
+"""Of ten ranks."""
 
 
 def die(number: int, folder: Path) -> None:
@@ -41,16 +48,21 @@ def main(folder: Path, where: str, rounds: int) -> None:
     """Train for some rounds, in which one rank is killed between two, in the middle of a push, or while it waits."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     communicator, x = MPICommunicator(), np.zeros(SIZE)
+    ten = where == "ten"
     options: dict[str, Any] = {"timeout_seconds": 15.0} if where == "stopped" else {}
-    optimizer = PeriodicOptimizer(
-        SGD(0.1), {"x": x}, DiLoCo(), 1, process_set=communicator, quorum=2, grace_seconds=0.01, **options
-    )
+    options |= {"quorum": QUORUM_OF_TEN if ten else 2, "grace_seconds": 0.01, "process_set": communicator}
+    optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, DiLoCo(), 1, **options)
     optimizer.synchronizer.begin()
     rank = communicator.rank
     for number in range(rounds):
+        time.sleep(0.0 if not ten else 0.2 if rank == SLOW else 0.02)
+        if ten and rank == STOPPED and number == LAST:
+            stop_until(folder / "awake", folder / "ahead")
+        if ten and rank == 0 and number == LAST + 3:
+            (folder / "ahead").touch()
         if rank == VICTIM and number == LAST:
             transport: Any = optimizer.synchronizer.exchanger.worker.transport  # type: ignore[union-attr]
-            if where in ("between", "stopped"):
+            if where in ("between", "stopped", "ten"):
                 die(signal.SIGSTOP if where == "stopped" else signal.SIGKILL, folder)
             send, sent = transport._requests.send, []
 

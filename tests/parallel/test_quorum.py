@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
-import subprocess
 import sys
 import time
 from functools import partial
@@ -16,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.parallel.launch import run_scenarios
-from tests.parallel.program import Scenarios, attempt, column
+from tests.parallel.program import Scenarios, attempt, column, stop_until
 from tests.parallel.tiers import thorough
 from tests.unit.test_quorum import CURVATURE, MINIMUM, PERIOD, RATE, SETS, TABLE
 
@@ -144,18 +141,6 @@ def test_a_slow_rank_is_left_out_and_the_sets_decide_the_trajectory(ranks: list[
     assert any(1 in members for members in sets[1:])
 
 
-def stop_until(first: Path, second: Path, awake: Path) -> None:
-    """Stop this process until two files exist."""
-    # A signal that comes before this process has stopped wakes nobody: until it is awake, more come.
-    wake = (
-        f"until [ -e {first} ] && [ -e {second} ]; do sleep 0.05; done; "
-        f"until [ -e {awake} ]; do kill -CONT {os.getpid()} || exit; sleep 0.05; done"
-    )
-    with subprocess.Popen(["sh", "-c", wake]):
-        os.kill(os.getpid(), signal.SIGSTOP)
-        awake.touch()
-
-
 @scenario
 def stopped() -> Any:
     """One rank is stopped in the middle of a push of several buckets, until the others have closed five rounds."""
@@ -181,7 +166,7 @@ def stopped() -> Any:
         def stop_inside(*arguments: Any) -> Any:
             sent.append(send(*arguments))
             if len(sent) == 3:  # A request, what it says, and a payload.
-                stop_until(first, second, awake)
+                stop_until(awake, first, second)
             return sent[-1]
 
         messages.send = stop_inside
@@ -217,7 +202,7 @@ def root_stopped() -> Any:
     else:
         while not all(file.exists() for file in others):
             time.sleep(0.01)
-        stop_until(*others, awake)
+        stop_until(awake, *others)
     for _ in range(4):
         period(x, optimizer)
     optimizer.finalize()
