@@ -170,13 +170,17 @@ class Communicator(Collectives):
         """Return how the job has changed since construction, which makes these ranks invalid; None if it has not."""
         return None
 
-    def settle(self) -> None:
+    def settle(self, alike: str = "") -> None:
         """Raise on this rank, after communication, if it has failed on a rank that acts together with this one.
 
         Between the islands of an elastic job, such are the ranks of an island, which call this equally often.
 
+        Args:
+            alike: what has to be equal on these, in words.
+
         Raises:
             RanksLostError: a rank of this island has lost a rank of another.
+            RuntimeError: the ranks of this island differ; on all of them.
         """
 
     def dead_ranks(self) -> list[int]:

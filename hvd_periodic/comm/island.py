@@ -12,10 +12,9 @@ from typing import TypeVar
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.elastic import RanksLostError
+from hvd_periodic.ranks import by_value
 
 T = TypeVar("T")
-
-_PLACE = "the agreement of an island"
 
 
 class Island:
@@ -57,26 +56,37 @@ class Island:
             raise failure
         return result  # type: ignore[return-value]
 
-    def settle(self, asks: bool = False) -> bool:
+    def settle(self, alike: str = "", asks: bool = False) -> bool:
         """Return whether any rank of the island asks for something; collective.
+
+        Args:
+            alike: what has to be equal on all ranks of the island, in words.
+            asks: whether this rank asks.
 
         Raises:
             RanksLostError: a rank of the island has given up. All of them have to, before the next :meth:`of_first`.
+            RuntimeError: the ranks of the island differ; on all of them.
         """
-        told = self._told(None, asks)
-        lost = {rank: why for rank, (why, _) in enumerate(told) if why is not None}
+        told = self._told(None, alike, asks)
+        lost = {rank: why for rank, (why, _, _) in enumerate(told) if why is not None}
         if lost:
             self._apart = True
             rank, why = next(iter(lost.items()))
             raise RanksLostError(f"Rank {rank} of this island has lost a rank of another island: {why}")
-        return any(asked for _, asked in told)
+        texts = {rank: text for rank, (_, text, _) in enumerate(told)}
+        if len(set(texts.values())) > 1:
+            raise RuntimeError(
+                f"The ranks of an island differ: {by_value(texts)}. All of them load a state, or none, and all call "
+                "commit() equally often"
+            )
+        return any(asked for _, _, asked in told)
 
     def give_up(self, error: Exception) -> None:
         """Tell the other ranks of the island that communication has failed here, unless they know; collective."""
         if not self._apart:
             self._apart = True
-            self._told(str(error), asks=False)
+            self._told(str(error))
 
-    def _told(self, why: str | None, asks: bool) -> list[tuple[str | None, bool]]:
-        with self.ranks.tracker.at(_PLACE):
-            return self.ranks.allgather_object((why, asks), "hvd_periodic.island")
+    def _told(self, why: str | None, alike: str = "", asks: bool = False) -> list[tuple[str | None, str, bool]]:
+        with self.ranks.tracker.at("the agreement of its island"):
+            return self.ranks.allgather_object((why, alike, asks), "hvd_periodic.island")

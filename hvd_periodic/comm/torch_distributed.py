@@ -130,10 +130,10 @@ class TorchDistributedCommunicator(JobCommunicator):
         """Return whether torch.distributed is unchanged since construction."""
         return self.changed() is None and super().alive()
 
-    def settle(self) -> None:
-        """Raise a RanksLostError on all ranks of an island if one of them has lost a rank of another island."""
+    def settle(self, alike: str = "") -> None:
+        """Raise an error on all ranks of an island if one of them has lost a rank of another island, or they differ."""
         if self.between_islands and _elastic.island is not None:
-            _elastic.island.settle()
+            _elastic.island.settle(alike)
 
     def of_array(self, array: np.ndarray) -> torch.Tensor:
         """Return a tensor in host memory."""

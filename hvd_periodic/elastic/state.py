@@ -232,10 +232,11 @@ def refuse_between_islands(name: str, synchronizer: ReplicaSynchronizer[Any], le
     """
     if not synchronizer.membership.communicator.between_islands:
         return
+    schedule = synchronizer.planner.schedule  # Of fragments, it has the user's.
     refused = {
         "`center` other than 'replicated'": not synchronizer.exchanger.placement.everywhere,
         "`overlap`": synchronizer.exchanger.context.overlap != 0,
-        "a period in Seconds": isinstance(synchronizer.planner.schedule, Seconds),
+        "a period in Seconds": isinstance(getattr(schedule, "whole", schedule), Seconds),
         "several levels of optimizers": levels > 1,
     }
     for what, found in refused.items():

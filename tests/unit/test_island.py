@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.elastic import RanksLostError
 from hvd_periodic.comm.island import Island
-from tests.helpers import outcomes, run_ranks
+from tests.helpers import errors, run_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -17,7 +19,11 @@ def test_all_give_up_what_one_has_lost() -> None:
 
     def train(ranks: Communicator) -> list[object]:
         island = Island(ranks)
-        found: list[object] = [island.of_first(lambda: ranks.rank), island.settle(), island.settle(ranks.rank == 2)]
+        found: list[object] = [
+            island.of_first(lambda: ranks.rank),
+            island.settle(),
+            island.settle(asks=ranks.rank == 2),
+        ]
         for lost in ([1], [0, 2], [0, 1, 2]):
             if ranks.rank in lost:
                 error: Exception = RanksLostError(f"by {ranks.rank}")
@@ -39,6 +45,19 @@ def test_all_give_up_what_one_has_lost() -> None:
     assert [each[4] for each in found] == [("by 0", ""), told(0), ("by 2", "")]
 
 
+def test_ranks_that_differ() -> None:
+    def train(ranks: Communicator) -> None:
+        island = Island(ranks)
+        island.of_first(lambda: None)
+        island.settle("commits [0]")
+        island.settle(f"commits {[0, 1][: 1 + ranks.rank]}")
+
+    message = r"The ranks of an island differ: commits \[0\] on rank 0; commits \[0, 1\] on rank 1\. All of them load"
+    for kind, text in errors(2, train):
+        assert kind is RuntimeError
+        assert re.match(message, text)
+
+
 def test_an_error_of_the_first_rank_is_one_of_all() -> None:
     """After it, nobody tells the others about it."""
 
@@ -53,4 +72,4 @@ def test_an_error_of_the_first_rank_is_one_of_all() -> None:
     def fail(rank: int) -> None:
         raise TimeoutError(f"on rank {rank}")
 
-    assert [(type(found), str(found)) for found in outcomes(2, train)] == [(TimeoutError, "on rank 0")] * 2
+    assert errors(2, train) == [(TimeoutError, "on rank 0")] * 2

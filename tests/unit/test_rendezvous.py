@@ -438,7 +438,7 @@ def island(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "`optimizer` has `center` other than 'replicated', which islands of an elastic job do not",
         ),
         ({"overlap": 1}, "`optimizer` has `overlap`, which islands"),
-        ({"period": hvdp.Seconds(1)}, "`optimizer` has a period in Seconds, which islands"),
+        ({"period": hvdp.Seconds(1), "fragments": 2}, "`optimizer` has a period in Seconds, which islands"),
     ],
 )
 def test_what_islands_do_not_support(island: None, options: dict[str, Any], message: str) -> None:
