@@ -24,7 +24,10 @@ CORE = frozenset(
     for name in (
         *(f"conformance/test_{name}" for name in ("algorithms", "messages", "placements", "schedules")),
         *(f"unit/test_{name}" for name in ("arguments", "checkpoint_files", "clock", "compression", "consistency")),
-        *(f"unit/test_{name}" for name in ("deferred", "dylu", "failures", "fragments", "layout", "limits", "mirrors")),
+        *(
+            f"unit/test_{name}"
+            for name in ("deferred", "dylu", "failures", "fragments", "island", "layout", "limits", "mirrors")
+        ),
         *(f"unit/test_{name}" for name in ("adoption", "complex", "norm_bounds", "participation", "presence")),
         *(
             f"unit/test_{name}"

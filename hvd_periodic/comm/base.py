@@ -39,6 +39,8 @@ class Communicator(Collectives):
     """Number of optimizers that this process has constructed on these ranks."""
     elastic: bool = False
     """Whether membership may change: other ranks may not be under construction at the same time."""
+    between_islands: bool = False
+    """Whether each of these ranks leaves and joins together with the other ranks of an island: see :meth:`settle`."""
     host: int = 0
     """A number that the ranks of one host share."""
     handshake_name: str = "hvd_periodic.meeting"
@@ -167,6 +169,19 @@ class Communicator(Collectives):
     def changed(self) -> str | None:
         """Return how the job has changed since construction, which makes these ranks invalid; None if it has not."""
         return None
+
+    def settle(self, alike: str = "") -> None:
+        """Raise on this rank, after communication, if it has failed on a rank that acts together with this one.
+
+        Between the islands of an elastic job, such are the ranks of an island, which call this equally often.
+
+        Args:
+            alike: what has to be equal on these, in words.
+
+        Raises:
+            RanksLostError: a rank of this island has lost a rank of another.
+            RuntimeError: the ranks of this island differ; on all of them.
+        """
 
     def dead_ranks(self) -> list[int]:
         """Return the dead ranks, if the others can detect them and go on."""

@@ -129,15 +129,20 @@ def _numbers_of_ranks(min_ranks: int | None, max_ranks: int | None) -> tuple[int
 
 
 class AwaitedRanks(LocalCommunicator):
-    """The ranks of an elastic job that this process has not joined yet: optimizers are constructed with them."""
+    """The ranks of an elastic job that this process has not joined yet: optimizers are constructed with them.
+
+    Args:
+        between_islands: whether this process takes part together with the other ranks of an island.
+    """
 
     description = "the ranks of a rendezvous"
     elastic = True
     sums = frozenset({"f2"})
     """Those of torch.distributed over Gloo."""
 
-    def __init__(self) -> None:
+    def __init__(self, between_islands: bool = False) -> None:
         super().__init__()
+        self.between_islands = between_islands
         self.tracker = CollectiveTracker("", 0, [0])  # It keeps `timeout_seconds` until there are ranks.
 
     def rank_of(self, global_rank: int | None) -> int:

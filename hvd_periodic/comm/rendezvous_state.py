@@ -92,6 +92,7 @@ class RendezvousState(C10dRendezvousBackend):
         lost_seconds: seconds without a sign of life after which a worker counts as lost.
         maximum: number of workers above which others wait.
         told: called with the view after every access.
+        ranks: number of ranks that take part as this worker; it gives a sign of life when all of them have.
 
     Attributes:
         view: what this process knows of the rendezvous.
@@ -107,6 +108,7 @@ class RendezvousState(C10dRendezvousBackend):
         lost_seconds: float,
         maximum: int,
         told: Callable[[View], None],
+        ranks: int = 1,
     ) -> None:
         self.view = View(own)
         self._secret, self._own, self._told = secret, own, told
@@ -115,14 +117,17 @@ class RendezvousState(C10dRendezvousBackend):
         self._former: tuple[int, frozenset[str]] = -1, frozenset()
         self._beats, self._members = f"hvd_periodic.{job}.beats.", f"hvd_periodic.{job}.members"
         self._seen: dict[str, tuple[Any, float]] = {}
-        self._own_sign = _NEVER
+        self._own_sign = self._signed = _NEVER
         self._left = self._kept_out = False
         self._seconds, self._accessed = 0.0, time.monotonic()
         self._deadline: tuple[datetime | None, datetime | None] = None, None
         self._stored: dict[str, Any] = {}
         self._lock = threading.RLock()  # Signs of life come from another thread.
         super().__init__(store, job)
-        self._call_store("add", self._beats + own, 0)  # A store waits for a key that it does not have.
+        self._others = [f"{self._beats}{own}.{rank}" for rank in range(1, ranks)]
+        self._heard: dict[str, bytes] = {}
+        for key in [self._beats + own, *self._others]:
+            self._call_store("add", key, 0)  # A store waits for a key that it does not have.
 
     def get_state(self) -> tuple[bytes, Any] | None:
         """Return the state and its token; None if there is none."""
@@ -158,12 +163,23 @@ class RendezvousState(C10dRendezvousBackend):
             state.complete, state.round = False, self._stored["round"]
         sign = state.last_heartbeats.get(self._node(state), self._own_sign)
         if sign != self._own_sign and not self._left:
-            self._call_store("add", self._beats + self._own, 1)
-            self._own_sign = sign
+            if self._others_live():
+                self._call_store("add", self._beats + self._own, 1)
+            self._own_sign, self._signed = sign, datetime.now(UTC)
         state.last_heartbeats = dict.fromkeys(state.last_heartbeats, _NEVER)
         here, there = self._deadline
         if state.deadline is not None and state.deadline == here:
             state.deadline = there
+
+    def _others_live(self) -> bool:
+        """Return whether all other ranks of this worker have given a sign of life since this last returned true."""
+        if not self._others:
+            return True
+        counts = dict(zip(self._others, self._call_store("multi_get", self._others), strict=True))
+        if any(self._heard.get(key) == count for key, count in counts.items()):
+            return False
+        self._heard = counts
+        return True
 
     def _received(self, signed: bytes) -> bytes:
         """Return a state by this host's clock; remember what it says."""
@@ -198,7 +214,9 @@ class RendezvousState(C10dRendezvousBackend):
         counts = self._call_store("multi_get", [self._beats + worker for worker in workers]) if workers else []
         signs = {worker: self._here(worker, count) for worker, count in zip(workers, counts, strict=True)}
         # Where this process has not run for long, torch would take it for dead itself, and give no sign of life again.
-        return signs | {self._own: max(signs.get(self._own, _NEVER), datetime.now(UTC) - self._lost / 2)}
+        # Where another rank of this worker has not, it would give one after the other.
+        own = max(signs.get(self._own, _NEVER), self._signed, datetime.now(UTC) - self._lost / 2)
+        return signs | {self._own: own}
 
     def _here(self, key: str, value: Any) -> datetime:
         """Return the time by this host's clock at which this process first saw the value of a key."""

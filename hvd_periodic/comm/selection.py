@@ -38,6 +38,7 @@ class FrontEnd:
         over_torch: returns a communicator over a process group of torch.distributed, or a DeviceMesh.
         over_mpi: returns a communicator over an ``mpi4py.MPI.Comm``.
         elastic_over_torch: whether there is an elastic state for jobs over torch.distributed.
+        elastic_islands: whether the workers of these jobs may be islands.
     """
 
     buffer: type
@@ -46,6 +47,7 @@ class FrontEnd:
     over_torch: Callable[[Any], Communicator]
     over_mpi: Callable[[Any], Communicator]
     elastic_over_torch: bool = False
+    elastic_islands: bool = False
 
     def horovod(self) -> Any:
         """Return Horovod's module if it is initialized, else None; Horovod need not be installed."""
@@ -167,7 +169,15 @@ class FrontEnd:
                 f"{RENDEZVOUS} is set, so that all ranks exchange with each other, and the ranks change: leave out "
                 f"`process_set`. Received: {process_set!r}"
             )
-        return self.over_torch(None) if has_torch_distributed() else AwaitedRanks()
+        if not has_torch_distributed():
+            return AwaitedRanks()
+        group = importlib.import_module("hvd_periodic.comm.torch_distributed").elastic_group()
+        if group is None and not self.elastic_islands:
+            raise RuntimeError(
+                f"{RENDEZVOUS} is set, and torch.distributed is initialized, whose ranks would be an island: only "
+                "hvd_periodic.torch has islands in elastic jobs. Do not initialize it: the rendezvous does"
+            )
+        return AwaitedRanks(between_islands=True) if group is None else self.over_torch(group)
 
     def _made(self, process_set: Any, library: str | None) -> Communicator:
         """Return the communicator over some ranks of a library; None: no library is ready."""

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hvd_periodic.comm.elastic import RanksLostError
 from hvd_periodic.comm.gloo_connections import GlooConnections
+from hvd_periodic.comm.island import Island
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.comm.local import started_by_mpi
 from hvd_periodic.comm.stall_protocol import stable_hash
@@ -87,14 +88,16 @@ class TorchDistributedCommunicator(JobCommunicator):
                 "torch.distributed.new_group() returns on the others"
             )
         ranks = sorted(dist.get_process_group_ranks(group))
-        super().__init__(group, ranks, dist.get_rank(), f"hvd_periodic.torch.{group.group_name}.meeting")
-        self._world = dist.group.WORLD
+        self.between_islands = group is _elastic.group is not dist.group.WORLD
+        rank = _elastic.rank if self.between_islands else dist.get_rank()
+        super().__init__(group, ranks, rank, f"hvd_periodic.torch.{group.group_name}.meeting")
+        self._world = group if self.between_islands else dist.group.WORLD
         self._backends = _backends_of(group)
         self.description = f"torch.distributed ({', '.join(dict.fromkeys(self._backends.values()))})"
         over_mpi = "mpi" in self._backends.values()
         self.sums = frozenset() if over_mpi else frozenset({"f2"})  # type: ignore[misc]
         self.host = stable_hash(socket.gethostname())
-        self.elastic = self.tracker.elastic = _elastic.world is self._world
+        self.elastic = self.tracker.elastic = _elastic.group is self._world
 
     @property
     def one_host(self) -> bool:
@@ -107,7 +110,9 @@ class TorchDistributedCommunicator(JobCommunicator):
 
     def store(self) -> Any:
         """Return a separate connection to the store of the job, which a thread may query while another waits there."""
-        return None if "mpi" in self._backends.values() else _store_of_the_job()  # The MPI backend has no store.
+        if "mpi" in self._backends.values():  # The MPI backend has no store.
+            return None
+        return _separate(_elastic.store) if self.elastic else _store_of_the_job()
 
     def whole_job(self) -> TorchDistributedCommunicator:
         """Return the communicator of all ranks of the job."""
@@ -117,13 +122,18 @@ class TorchDistributedCommunicator(JobCommunicator):
         """Return how torch.distributed was shut down or reinitialized since construction; None if it was not."""
         if not dist.is_initialized():
             return "torch.distributed has been shut down"
-        if dist.group.WORLD is not self._world:
+        if (_elastic.group if self.elastic else dist.group.WORLD) is not self._world:
             return "torch.distributed has been reinitialized since the optimizer was constructed: construct it again"
         return None
 
     def alive(self) -> bool:
         """Return whether torch.distributed is unchanged since construction."""
         return self.changed() is None and super().alive()
+
+    def settle(self, alike: str = "") -> None:
+        """Raise an error on all ranks of an island if one of them has lost a rank of another island, or they differ."""
+        if self.between_islands and _elastic.island is not None:
+            _elastic.island.settle(alike)
 
     def of_array(self, array: np.ndarray) -> torch.Tensor:
         """Return a tensor in host memory."""
@@ -273,6 +283,8 @@ class TorchDistributedCommunicator(JobCommunicator):
         """This package's own group; the first use is collective among its ranks."""
         if "mpi" in self._backends.values():  # MPI creates no group without all ranks of the job.
             return self.process_set
+        if self.between_islands:  # Nobody else uses this group.
+            return self.process_set
         name = f"{self.handshake_name}.own"
         known = self._own.get(name)
         if known is None or known.given is not self.process_set:
@@ -287,16 +299,22 @@ class TorchDistributedCommunicator(JobCommunicator):
 
 @dataclass
 class _Elastic:
-    """The group of all ranks of an elastic job, which is created again whenever the ranks change.
+    """The group of the ranks of an elastic job that exchange, which is created again whenever they change.
 
     Attributes:
-        world: the current group of all ranks.
+        group: the current group: all ranks; or in islands, the ranks with the same position in all of them.
+        rank: global rank of this process.
+        store: the store of these ranks.
+        island: the island of this process, if the workers are islands.
         one_host: whether all ranks are on this host.
         connections: the connections of all groups.
         under_way: collectives that have started and not finished.
     """
 
-    world: Any = None
+    group: Any = None
+    rank: int = 0
+    store: Any = None
+    island: Island | None = None
     one_host: bool = False
     connections: GlooConnections = field(default_factory=GlooConnections)
     under_way: list[Any] = field(default_factory=list)
@@ -326,7 +344,53 @@ def open_world(store: Any, rank: int, size: int, one_host: bool) -> None:
         _c10d._set_pg_timeout(_FOR_EVER, dist.group.WORLD)
     except RuntimeError as error:
         raise RanksLostError(f"A process was lost while all ranks connected: {error}") from error
-    _elastic.world, _elastic.one_host = dist.group.WORLD, one_host
+    _elastic.group, _elastic.rank = dist.group.WORLD, rank
+    _elastic.store, _elastic.one_host = store, one_host
+
+
+def open_between(store: Any, name: str, number: int, count: int, one_host: bool) -> None:
+    """Create the group over which ranks with the same position in all islands exchange; collective among these.
+
+    torch.distributed stays initialized with the ranks of the island. The global rank of the process at position p of
+    island i is i k + p, where k is the number of ranks of an island.
+
+    Args:
+        store: the store of these ranks, which no other set of ranks uses.
+        name: name of the group, new to this process.
+        number: this island among the islands.
+        count: their number.
+        one_host: whether all of them are on this host.
+
+    Raises:
+        RanksLostError: a rank was lost meanwhile.
+    """
+    within = _elastic.island.ranks  # type: ignore[union-attr]  # This process takes part as part of one.
+    ranks = [within.size * other + within.rank for other in range(count)]
+    try:
+        with _elastic.connections.of_group(store, name, number, count):
+            group = _created(ranks, number, "gloo", store, name, _CREATION)
+        _c10d._set_pg_timeout(_FOR_EVER, group)
+    except RuntimeError as error:
+        raise RanksLostError(f"A process was lost while all islands connected: {error}") from error
+    _elastic.group, _elastic.rank = group, ranks[number]
+    _elastic.store, _elastic.one_host = store, one_host
+
+
+def take_part_as(island: Island | None) -> None:
+    """Take part in an elastic job as part of an island, or as a worker of its own; before any group is opened."""
+    _elastic.island = island
+
+
+def island_here() -> Island | None:
+    """Return the ranks with which a program has initialized torch.distributed; None if a rendezvous has, or nobody."""
+    if not dist.is_initialized() or _elastic.group is dist.group.WORLD:
+        return None
+    return Island(TorchDistributedCommunicator())
+
+
+def elastic_group() -> Any:
+    """Return the group of the ranks of an elastic job that exchange; None while this process has not joined any."""
+    return _elastic.group
 
 
 _ENDING = 10.0
@@ -334,7 +398,7 @@ _ENDING = 10.0
 
 
 def close_world() -> None:
-    """Abort the collectives of an elastic job, and shut torch.distributed down; local."""
+    """Abort the collectives of an elastic job, and destroy its groups; local. Those of an island stay."""
     _elastic.connections.close()
     deadline = time.monotonic() + _ENDING
     while not all(work.is_completed() for work in _elastic.under_way):  # They may still write into tensors.
@@ -343,8 +407,12 @@ def close_world() -> None:
             break
         time.sleep(1e-3)
     _elastic.under_way.clear()
+    group, _elastic.group, _elastic.store = _elastic.group, None, None
+    if _elastic.island is not None:
+        if group is not None:
+            dist.destroy_process_group(group)
+        return
     TorchDistributedCommunicator._own.clear()
-    _elastic.world = None
     if dist.is_initialized():
         dist.destroy_process_group()
     _c10d._world.group_count = 0  # Names of groups count them, also those that could not be created.
@@ -361,7 +429,7 @@ def _keep_groups() -> None:
         "on without it; its threads stay until the process ends",
         _ENDING,
     )
-    for group in [dist.group.WORLD, *(own.made for own in TorchDistributedCommunicator._own.values())]:
+    for group in [dist.group.WORLD, _elastic.group, *(own.made for own in TorchDistributedCommunicator._own.values())]:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
@@ -425,31 +493,40 @@ def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def _duplicate(ranks: list[int], backends: Mapping[str, str], name: str) -> Any:
-    """Return a group of some ranks, created by these ranks alone; its name must be new to them.
+    """Return a group of some ranks, created by these ranks alone; its name must be new to them."""
+    rank = ranks.index(dist.get_rank())
+    config = ",".join(f"{device}:{backend}" for device, backend in ({"cpu": "gloo"} | dict(backends)).items())
+    store = _store_of_the_job() or _c10d._get_default_store()
+    elastic = _elastic.group is dist.group.WORLD
+    with _elastic.connections.of_group(store, name, rank, len(ranks)) if elastic else nullcontext():
+        group = _created(ranks, rank, config, store, name, _CREATION if elastic else _FOR_EVER)
+    if elastic:
+        _c10d._set_pg_timeout(_FOR_EVER, group)
+    return group
+
+
+def _created(ranks: list[int], rank: int, config: str, store: Any, name: str, timeout: timedelta) -> Any:
+    """Return a group of some global ranks, of which this process is number ``rank``.
 
     ``dist.new_group()`` needs all ranks of the job, or derives a name from the number of groups that a rank is in,
     which may differ between ranks: this uses names of torch that are not public. Tests: ``test_torch_distributed.py``.
     """
-    rank = ranks.index(dist.get_rank())
-    config = ",".join(f"{device}:{backend}" for device, backend in ({"cpu": "gloo"} | dict(backends)).items())
-    store = _store_of_the_job() or _c10d._get_default_store()
     world: Any = dist.group.WORLD
-    elastic = _elastic.world is world
-    timeout = _CREATION if elastic else _FOR_EVER
     # If bound to a device, the group would be split off from the group of all ranks, by all of them.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
-        with _elastic.connections.of_group(store, name, rank, len(ranks)) if elastic else nullcontext():
-            group, _ = _c10d._new_process_group_helper(len(ranks), rank, ranks, config, store, name, timeout=timeout)
+        group, _ = _c10d._new_process_group_helper(len(ranks), rank, ranks, config, store, name, timeout=timeout)
     finally:
         world.bound_device_id = bound
-    if elastic:
-        _c10d._set_pg_timeout(_FOR_EVER, group)
     _c10d._world.pg_group_ranks[group] = {number: place for place, number in enumerate(ranks)}
     return group
 
 
 def _store_of_the_job() -> Any:
     """Return a separate connection to the store of the job; None before torch 2.6, whose stores cannot be cloned."""
-    store = _c10d._get_default_store()
+    return _separate(_c10d._get_default_store())
+
+
+def _separate(store: Any) -> Any:
+    """Return a separate connection to a store; None before torch 2.6."""
     return store.clone() if hasattr(store, "clone") else None

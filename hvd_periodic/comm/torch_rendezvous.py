@@ -6,6 +6,9 @@ needs a package of its own with a server, and decides before every step; here, r
 
 A round of the rendezvous has ranks, a process group, and keys in the store of its own. What a process sends in a round
 reaches only processes in the same round.
+
+If a worker is an island, its first rank takes part in the rendezvous, and tells the other ranks of each round. These
+give signs of life to it, and look in the store for what it cannot tell them while they wait for other islands.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import hmac
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,12 +33,21 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
+from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.collective_tracker import trackers
 from hvd_periodic.comm.elastic import ElasticJob, Function, RanksJoinInterrupt, RanksLostError, State
 from hvd_periodic.comm.rendezvous_settings import JOB, RANKS, SECRET, RendezvousSettings
 from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState, View
-from hvd_periodic.comm.torch_distributed import TorchDistributedCommunicator, close_world, open_world
+from hvd_periodic.comm.torch_distributed import (
+    TorchDistributedCommunicator,
+    close_world,
+    elastic_group,
+    island_here,
+    open_between,
+    open_world,
+    take_part_as,
+)
 from hvd_periodic.logs import logger, set_up
 
 _CONNECTING = timedelta(seconds=5)
@@ -55,26 +69,52 @@ _NO_SERVER = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable with which torch's rendezvous starts no further store on rank 0."""
 
 
+@dataclass(frozen=True)
+class _Round:
+    """A round of the rendezvous.
+
+    Attributes:
+        number: which.
+        rank: this worker among those of the round.
+        size: their number.
+        missed: whether there were others without this worker.
+    """
+
+    number: int
+    rank: int
+    size: int
+    missed: bool
+
+
 class TorchRendezvous(ElasticJob):
     """A job whose workers meet at a rendezvous.
 
     Args:
         settings: the rendezvous, and the terms on which this worker takes part.
+
+    Attributes:
+        island: the ranks that take part as one worker; None: this process alone.
     """
 
     def __init__(self, settings: RendezvousSettings) -> None:
+        self.island = island_here()
         self._settings = settings
         self._state: RendezvousState | None = None
         self._handler: Any = None
-        self._rounds, self._missed = 0, False
-        self._over = False
+        self._store: Any = None
+        self._signs: Any = None
+        self._watch: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._rounds, self._round, self._missed = 0, -1, False
+        self._began = self._over = False
 
     def change_due(self, communicator: Communicator, news: Sequence[tuple[float, int]]) -> Exception | None:
         """Return an interrupt if a worker waits for the next round."""
         waiting = self._state is not None and self._state.view.waiting
-        if any(communicator.allgather_object(waiting, "hvd_periodic.waiting")):
-            return RanksJoinInterrupt()
-        return None
+        due = any(communicator.allgather_object(waiting, "hvd_periodic.waiting"))
+        if self.island is not None:
+            due = self.island.settle(asks=due)
+        return RanksJoinInterrupt() if due else None
 
     def run(self, function: Function, state: State, *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``function(state, ...)``, called again in every round; leave the job if it fails.
@@ -84,7 +124,22 @@ class TorchRendezvous(ElasticJob):
             ValueError, ConnectionError, TimeoutError: as :func:`hvd_periodic.elastic.state.run`.
         """
         set_up()
-        self._connect(state)
+        if self._began:
+            raise JobOverError(
+                "A function under hvdp.elastic.run has ended in this process before, which takes part once: train in "
+                f"one function, or start the process again, if the job is over with another name in {JOB}"
+            )
+        take_part_as(self.island)
+        if self.island is None:
+            self._connect(state)
+        else:
+            build_on_all(self.island.ranks, "hvd_periodic.rendezvous", lambda: self._connect(state))
+            own = self.island.of_first(lambda: self._view.own)
+            if not self.island.is_first:
+                looked = own, self.island.ranks.rank
+                self._watch = threading.Thread(target=self._look, args=looked, name="hvd_periodic.island", daemon=True)
+                self._watch.start()
+        self._began = True
         try:
             return self._in_rounds(function, state, args, kwargs)
         except BaseException:
@@ -108,18 +163,24 @@ class TorchRendezvous(ElasticJob):
                 returned = False
                 result = function(state, *args, **kwargs)
                 returned = True
-                TorchDistributedCommunicator().allgather_object(None, "hvd_periodic.over")
+                everyone = TorchDistributedCommunicator(elastic_group())
+                everyone.allgather_object(None, "hvd_periodic.over")
+                everyone.settle()
                 self._close()
                 return result
             except RanksJoinInterrupt:
                 logger.warning("Workers wait to take part: all ranks meet them now")
             except JobOverError:
                 if returned:  # Others have heard that all ranks had returned.
+                    self._stop_looking()
                     return result
                 raise
             except (RanksLostError, TimeoutError) as error:
                 if isinstance(error, TimeoutError) and "timeout_seconds=" not in str(error):
                     raise
+                if self.island is not None:
+                    close_world()  # Others with this position wait for this rank.
+                    self.island.give_up(error)
                 failures = [*failures, (self._view.members, str(error))][-_IN_VAIN:]
                 if len(failures) == _IN_VAIN and len(set(failures)) == 1:
                     raise
@@ -130,41 +191,51 @@ class TorchRendezvous(ElasticJob):
         return View() if self._state is None else self._state.view
 
     def _connect(self, state: State) -> None:
-        """Connect to the rendezvous, and check that this worker belongs to the job."""
-        if self._handler is not None:
-            raise JobOverError(
-                "A function under hvdp.elastic.run has ended in this process before, which takes part once: train in "
-                f"one function, or start the process again, if the job is over with another name in {JOB}"
-            )
+        """Connect to the rendezvous; for the worker, check that it belongs to the job."""
         settings = self._settings
         with self._explained():
-            mine, groups = self._store(), self._store()
+            self._store, self._signs = self._connected(), self._connected()
+            if self.island is not None and not self.island.is_first:
+                return
+            mine = self._signs
             ticket = mine.add(f"hvd_periodic.{settings.job}.workers", 1)
             own = f"{ticket:09d}.{socket.gethostname()}"
             secret = settings.secret.encode()
             self._check_fingerprint(mine, state, secret)
             self._state = RendezvousState(
-                mine, settings.job, secret, own, _LAST_CALL, settings.lost_seconds, settings.maximum, self._end_waits
+                mine,
+                settings.job,
+                secret,
+                own,
+                _LAST_CALL,
+                settings.lost_seconds,
+                settings.maximum,
+                self._end_waits,
+                self._ranks,
             )
             seconds = timedelta(seconds=settings.join_seconds)
-            interval = min(settings.lost_seconds / _BEATS, _LOOKS)
             self._handler = DynamicRendezvousHandler.from_backend(
                 settings.job,
-                groups,
+                self._store,
                 self._state,
                 settings.minimum,
                 settings.maximum,
                 own,
                 RendezvousTimeout(seconds, timedelta(seconds=_LAST_CALL), _CONNECTING, _CONNECTING),
-                interval,  # type: ignore[arg-type]  # Seconds, of which it makes a timedelta.
-                round(settings.lost_seconds / interval),
+                self._interval,  # type: ignore[arg-type]  # Seconds, of which it makes a timedelta.
+                round(settings.lost_seconds / self._interval),
             )
         logger.warning(
             "Worker %d of job %r waits at %s:%d for at least %d",
             *(ticket, settings.job, settings.host, settings.port, settings.minimum),
         )
 
-    def _store(self) -> Any:
+    @property
+    def _interval(self) -> float:
+        """Seconds between two signs of life."""
+        return min(self._settings.lost_seconds / _BEATS, _LOOKS)
+
+    def _connected(self) -> Any:
         """Return a connection to the store."""
         settings = self._settings
         host = settings.host.strip("[]")
@@ -173,7 +244,8 @@ class TorchRendezvous(ElasticJob):
 
     def _check_fingerprint(self, store: Any, state: State, secret: bytes) -> None:
         """Raise a ValueError if the first worker of the job has another model, algorithm, version or secret."""
-        mine = {what: str(value) for what, value in (self._settings.terms | state.fingerprint).items()}
+        terms = self._settings.terms | {"the number of ranks of a worker": self._ranks} | state.fingerprint
+        mine = {what: str(value) for what, value in terms.items()}
         text = json.dumps(mine, sort_keys=True)
         signed = json.dumps([text, hmac.digest(secret, text.encode(), "sha256").hex()])
         found = store.compare_set(f"hvd_periodic.{self._settings.job}.fingerprint", "", signed).decode()
@@ -190,30 +262,70 @@ class TorchRendezvous(ElasticJob):
             f"workers; or name this job in {JOB}"
         )
 
+    @property
+    def _ranks(self) -> int:
+        """Number of ranks that take part as this worker."""
+        return 1 if self.island is None else self.island.ranks.size
+
     def _next_round(self) -> None:
-        """Leave the round, and take part in the next; note whether there were others without this process."""
+        """Leave the round, and take part in the next; note whether there were others without this worker."""
         close_world()
+        settings, island = self._settings, self.island
+        found, store = self._meet() if island is None else island.of_first(self._meet_for_all)
+        self._missed |= found.missed
+        self._round = found.number
+        if island is None:
+            open_world(store, found.rank, found.size, settings.one_host)
+        else:
+            name = f"hvd_periodic.{settings.job}.islands.{found.number}"
+            with_prefix: Any = dist.PrefixStore  # type: ignore[attr-defined]  # As TCPStore.
+            store = with_prefix(f"{name}.{island.ranks.rank}", self._store)
+            open_between(store, name, found.rank, found.size, settings.one_host)
+        self._rounds += 1
+
+    def _meet_for_all(self) -> tuple[_Round, None]:
+        """Take part in the next round for this island."""
+        return self._meet()[0], None
+
+    def _meet(self) -> tuple[_Round, Any]:
+        """Take part in the next round of the rendezvous; return it, with its store."""
         with self._explained(), _without_server():
             before = self._view.round
             found = self._handler.next_rendezvous()
-            self._missed |= before >= 0 and self._view.round != before + 1
-            ranks = sorted(self._view.members)  # torch leaves out those that have died since the round was complete.
-            open_world(found.store, ranks.index(self._view.own), len(ranks), self._settings.one_host)
-        self._rounds += 1
+            view = self._view
+            missed = before >= 0 and view.round != before + 1
+            ranks = sorted(view.members)  # torch leaves out those that have died since the round was complete.
+            return _Round(view.round, ranks.index(view.own), len(ranks), missed), found.store
 
     def _end_waits(self, view: View) -> None:
-        """End the waits of this process if nobody can exchange in its round any more."""
-        if not view.lost or self._over or not dist.is_initialized():
+        """End the waits of this worker if nobody can exchange in its round any more."""
+        if not view.lost or self._over or elastic_group() is None:
             return
-        for tracker in trackers():
-            wait = tracker.wait
-            if wait is not None and wait.raises and wait.error is None:
-                wait.error = RanksLostError("A worker gives no sign of life, or has left the others after a loss")
+        if self.island is not None:
+            with suppress(RuntimeError):  # The store is down.
+                self._signs.set(self._lost(view.round), b"lost")
+        _end_exchanges()
+
+    def _look(self, own: str, rank: int) -> None:
+        """Give signs of life to the first rank of the island, and hear from it that a round is over; in a thread."""
+        beats = f"hvd_periodic.{self._settings.job}.beats.{own}.{rank}"
+        while not self._ended.wait(self._interval / 2):
+            number = self._round
+            with suppress(RuntimeError):  # The store is down.
+                self._signs.add(beats, 1)
+                if elastic_group() is not None and self._signs.check([self._lost(number)]) and number == self._round:
+                    _end_exchanges()
+
+    def _lost(self, number: int) -> str:
+        """Return the key that says that nobody can exchange in a round any more."""
+        return f"hvd_periodic.{self._settings.job}.lost.{number}"
 
     def _leave(self) -> None:
         """Tell the others at once that this process takes part no longer, which may live on; local."""
         self._over = True
-        self._handler._stop_heartbeats()
+        self._stop_looking()
+        if self._handler is not None:
+            self._handler._stop_heartbeats()
         if self._state is not None:
             with suppress(RendezvousConnectionError):
                 self._state.leave()
@@ -225,8 +337,16 @@ class TorchRendezvous(ElasticJob):
         If Python ended it while it waits for the store, in C++, the process would abort.
         """
         self._over = True
-        with suppress(RendezvousConnectionError):
-            self._handler.shutdown()
+        self._stop_looking()
+        if self._handler is not None:
+            with suppress(RendezvousConnectionError):
+                self._handler.shutdown()
+
+    def _stop_looking(self) -> None:
+        """End the thread of a rank that is not the first of its island."""
+        self._ended.set()
+        if self._watch is not None:
+            self._watch.join()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -263,6 +383,14 @@ class TorchRendezvous(ElasticJob):
 
 class JobOverError(RuntimeError):
     """The ranks of the job have finished training."""
+
+
+def _end_exchanges() -> None:
+    """End the waits of this process for ranks that it exchanges with."""
+    for tracker in trackers():
+        wait = tracker.wait
+        if tracker.elastic and wait is not None and wait.raises and wait.error is None:
+            wait.error = RanksLostError("A worker gives no sign of life, or has left the others after a loss")
 
 
 @contextmanager

@@ -281,6 +281,7 @@ class Commits:
                 each.ready()
             self._prepared = {1 + max(set.union(common, *holders.values())): self._commit(objects)}
             communicator.allgather_object(None, "hvd_periodic.prepared")  # Its return proves that all have prepared.
+            communicator.settle()
         self.held, self._prepared = self._prepared, {}
         return objects
 
@@ -291,6 +292,8 @@ class Commits:
         mine = _CommitInfo(self._generation, set(self.held), loaded, set(self._prepared), address)
         with communicator.tracker.at("State.sync()"):
             told: list[_CommitInfo] = communicator.allgather_object(mine, "hvd_periodic.commits")
+        # The ranks of an island have the same commits, before and after.
+        communicator.settle(f"commits {sorted(self.held)}, with {'a' if loaded else 'no'} state loaded")
         communicator.tracker.set_peers([each.address for each in told])
         heard = set().union(*(each.numbers for each in told))
         if heard & self._prepared.keys():

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.elastic import ElasticJob
 from hvd_periodic.elastic.commits import Commits, Committable, Objects
+from hvd_periodic.schedules import Seconds
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.version import __version__
 
@@ -137,6 +138,19 @@ class CommittedState(ABC):
         self.reset()
         self._due = tuple(self._reset_callbacks)
 
+    def place(self) -> tuple[int, int]:
+        """Return the number of this worker among the workers of the job, from 0, and how many there are now.
+
+        A worker is a rank; or an island, all of whose ranks have one number.
+
+        Example::
+
+            island, islands = state.place()
+            inputs = examples[island * ranks + rank :: islands * ranks]     # of this rank of the island
+        """
+        communicator = self._communicator()
+        return communicator.rank, communicator.size
+
     def restore(self) -> None:
         """Do nothing: :meth:`sync` restores the newest commit of all surviving ranks."""
 
@@ -206,3 +220,28 @@ def refuse_fixed(name: str, synchronizer: ReplicaSynchronizer[Any], averages: bo
     for why, found in refused.items():
         if found:
             raise ValueError(f"`{name}` {why}: in elastic jobs, ranks exchange synchronously, all of them in one set")
+
+
+def refuse_between_islands(name: str, synchronizer: ReplicaSynchronizer[Any], levels: int) -> None:
+    """Raise a ValueError if these are the ranks of an island of an elastic job, and an optimizer cannot serve them.
+
+    Args:
+        name: of the argument that is the optimizer.
+        synchronizer: its synchronizer.
+        levels: number of optimizers that wrap each other.
+    """
+    if not synchronizer.membership.communicator.between_islands:
+        return
+    schedule = synchronizer.planner.schedule  # Of fragments, it has the user's.
+    refused = {
+        "`center` other than 'replicated'": not synchronizer.exchanger.placement.everywhere,
+        "`overlap`": synchronizer.exchanger.context.overlap != 0,
+        "a period in Seconds": isinstance(getattr(schedule, "whole", schedule), Seconds),
+        "several levels of optimizers": levels > 1,
+    }
+    for what, found in refused.items():
+        if found:
+            raise ValueError(
+                f"`{name}` has {what}, which islands of an elastic job do not support: leave it out, or train without "
+                "islands, in which case torch.distributed must not be initialized before the State is made"
+            )

@@ -349,7 +349,11 @@ class ReplicaSynchronizer(Generic[V]):
             RuntimeError: the loaded states do not belong together; ranks are in different calls; all are at the end
                 and have trained without counting a step; or a rank cannot continue. Raised on all ranks.
         """
-        return not self.startup.begun and self.startup.begin(call_point)
+        if self.startup.begun:
+            return False
+        found = self.startup.begin(call_point)
+        self.membership.communicator.settle()
+        return found
 
     def report(self, loss: Any) -> None:
         """Report the loss of this rank to the schedule, before the step to which it belongs; not necessarily at each.
@@ -430,11 +434,13 @@ class ReplicaSynchronizer(Generic[V]):
         self.center_reader.require_outside_center_block("sync")
         self.begin(CallPoint.AFTER_UPDATE)
         self.exchanger.exchange()
+        self.membership.communicator.settle()
 
     def land(self) -> None:
         """Apply the exchange in flight to the replica; to be called before other weights are put into the model."""
         self.center_reader.require_outside_center_block("land")
         self.exchanger.land()
+        self.membership.communicator.settle()
 
     def finalize(self) -> None:
         """Leave training: exchange the last local steps, so that all ranks end with the same center.
@@ -459,6 +465,7 @@ class ReplicaSynchronizer(Generic[V]):
         self.exchanger.check_alive()
         self.begin(CallPoint.END)
         self.exchanger.leave()
+        self.membership.communicator.settle()
         if self.handshake.background_save is not None:
             self.handshake.background_save.complete()
         self.journal.ended(self.counters)

@@ -42,5 +42,6 @@ FRONT_END = FrontEnd(
     over_torch=TorchDistributedCommunicator,
     over_mpi=TensorsOverMPI.over,
     elastic_over_torch=True,
+    elastic_islands=True,
 )
 communicator_of = FRONT_END.communicator_of

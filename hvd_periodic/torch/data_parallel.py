@@ -18,13 +18,15 @@ from hvd_periodic.ranks import named
 def island_of(
     module: torch.nn.Module | None, communicator: Communicator, asynchronous: bool
 ) -> TorchDistributedCommunicator | None:
-    """Return the ranks that average their gradients with this rank; None if there are none.
+    """Return the ranks that average their gradients with this rank; None if there are none, or in an elastic job.
+
+    The ranks of an island of an elastic job leave and join together, and agree by themselves.
 
     Raises:
         ValueError: the ranks that exchange average their gradients at every step, so that no exchange changes anything;
             or asynchronous exchange.
     """
-    parts = [] if module is None else module.modules()
+    parts = [] if module is None or communicator.between_islands else module.modules()
     found = [TorchDistributedCommunicator(p.process_group) for p in parts if isinstance(p, DistributedDataParallel)]
     for averaged in found:
         if averaged.size > 1 and asynchronous:

@@ -11,7 +11,7 @@ import torch
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.elastic.commits import Committable, CommittableOptimizer
 from hvd_periodic.elastic.shards import FullCenter, Share
-from hvd_periodic.elastic.state import CommittedState, refuse_fixed, run
+from hvd_periodic.elastic.state import CommittedState, refuse_between_islands, refuse_fixed, run
 from hvd_periodic.torch.checkpoints import has_state
 from hvd_periodic.torch.communicator import FRONT_END, communicator_of
 from hvd_periodic.torch.copies import settings_of
@@ -21,6 +21,7 @@ from hvd_periodic.torch.optimizer import STATE_KEY, PeriodicOptimizer, levels_of
 from hvd_periodic.torch.resharding import resharded
 from hvd_periodic.torch.sampler import ElasticSampler
 from hvd_periodic.torch.saved import map_tensors
+from hvd_periodic.torch.sharded_parameters import shard_of
 from hvd_periodic.torch.synchronizer import Synchronizer
 from hvd_periodic.torch.trained_set import TrainedSet
 
@@ -42,6 +43,10 @@ class State(CommittedState):
     or in shards, every rank copies its shard with the state of the center's optimizer, and sends a backup to a rank on
     another host; the job ends only if both are killed at once. Before ranks are removed, every rank gets the full
     center.
+
+    At a rendezvous, a worker may be an island: ranks with which the program has initialized torch.distributed, and
+    which train one model together. They leave and join as one, and each exchanges with the ranks at its position in
+    the other islands.
 
     With ``commit="exchange"``, every exchange commits, and ``commit()`` need not be called: a lost rank loses one
     period. The commit takes place at the end of ``optimizer.step()``, so count batches before it. If the loop does more
@@ -72,8 +77,8 @@ class State(CommittedState):
     Raises:
         TypeError: ``min_ranks`` or ``max_ranks`` is no int.
         ValueError: an optimizer whose ranks cannot change: asynchronous, around an ``hvd.DistributedOptimizer``, or
-            with a process set; the environment has invalid settings of a rendezvous, or other numbers of ranks than
-            the arguments; or these are given without a rendezvous.
+            with a process set; or what islands do not support. The environment has invalid settings of a rendezvous, or
+            other numbers of ranks than the arguments; or these are given without a rendezvous.
         ImportError: there is neither a rendezvous nor Horovod.
 
     References:
@@ -96,8 +101,16 @@ class State(CommittedState):
         self._tracked = {name: value for name, value in given.items() if has_state(value)}
         objects = {name: value for name, value in given.items() if name not in self._tracked}
         for name, periodic in self._periodic().items():
-            for level in levels_of(periodic):
+            levels = levels_of(periodic)
+            for level in levels:
                 refuse_fixed(name, level.synchronizer, level.synchronizer.gradient_group is not None)
+                refuse_between_islands(name, level.synchronizer, len(levels))
+        samplers = [name for name, value in given.items() if isinstance(value, ElasticSampler)]
+        if samplers and self._communicator().between_islands:
+            raise ValueError(
+                f"`{samplers[0]}` is an ElasticSampler, which divides examples between single ranks, and these are the "
+                "ranks of an island: divide them by State.place() and torch.distributed.get_rank()"
+            )
         super().__init__(self._tracked, objects, FRONT_END.elastic_job(min_ranks, max_ranks))
         for periodic in self._periodic().values():
             periodic.after_adoption = self._after_adoption
@@ -180,9 +193,9 @@ class _KeptState(Committable):
         state, communicator = self.value.state_dict(), communicator_of(None)
         if isinstance(self.value, torch.nn.Module) and all(map(torch.is_tensor, state.values())):
             for name, tensor in state.items():
-                values = tensor.detach().reshape(-1).clone()
-                given = communicator.broadcast(values, f"hvd_periodic.elastic.{name}", source)
-                tensor.detach().copy_(given.view(tensor.shape))
+                own = shard_of(tensor).detach()
+                given = communicator.broadcast(own.reshape(-1).clone(), f"hvd_periodic.elastic.{name}", source)
+                own.copy_(given.view(own.shape))
         else:
             self.value.load_state_dict(_of_rank(state, source))
 

@@ -177,6 +177,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "with optimizers that train and evaluate at different points": replica.has_modes,
             "for several levels of optimizers": inside is not None,
             "where gradients are averaged": self.averaging is not None,
+            "between islands": self.membership.communicator.between_islands,
             "in elastic jobs before training begins": self._alone,
             "in elastic jobs whose `outer_optimizer` is an optimizer (pass a function that makes one)": (
                 self.membership.communicator.elastic and self.followed is not None
@@ -419,7 +420,7 @@ def _check_replica(
         "nonfinite='skip'": nonfinite == SKIP,
         "a period in Seconds": isinstance(schedule, Seconds),
         "gradients that something else averages": averaging is not None,
-        "elastic Horovod": communicator.elastic,
+        "elastic Horovod": communicator.elastic and not communicator.between_islands,
         "max_message_norm and max_mean_norm, as the norm of a replica is not that of its shards": bounded,
     }
     asked = [what for what, here in refused.items() if here]

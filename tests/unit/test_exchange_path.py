@@ -108,7 +108,7 @@ def test_numpy() -> None:
 
     for trace in run_ranks(2, train):
         check_asked_once(trace)
-        trace.check(Limits(35, 139, 180))
+        trace.check(Limits(35, 140, 180))
 
 
 def test_torch(exchanges: list[Trace]) -> None:

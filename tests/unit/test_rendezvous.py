@@ -24,6 +24,7 @@ from hvd_periodic.cli.main import main  # noqa: E402
 from hvd_periodic.comm.rendezvous_settings import RendezvousSettings  # noqa: E402
 from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState  # noqa: E402
 from hvd_periodic.comm.torch_rendezvous import TorchRendezvous  # noqa: E402
+from hvd_periodic.torch.communicator import FRONT_END  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -388,3 +389,79 @@ def test_a_state_that_others_have_signed_or_that_names_other_classes(port: int) 
 def test_a_port_that_is_none(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rendezvous", "--port", str(port)]) == 2
     assert f"`--port` must be a TCP port, from 0 to 65535. Received: {port}" in capsys.readouterr().err
+
+
+# Islands
+
+
+def test_an_island_lives_as_long_as_all_its_ranks(port: int) -> None:
+    """A sign of life of the first rank counts if all others have given one since the last."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    island = RendezvousState(store, "island", b"", "one", 2.0, 1.0, 9, lambda view: None, ranks=3)
+    beats, now = "hvd_periodic.island.beats.one", datetime.now(UTC)
+
+    def beat(number: int) -> int:
+        def change(state: Any) -> None:
+            state.participants = {ONE: 0}
+            state.last_heartbeats = {ONE: now + timedelta(seconds=number)}
+
+        token, before = island.get_state(), datetime.now(UTC)
+        set_of(island, written(change), token and token[1])
+        assert read(island).last_heartbeats[ONE] >= before, "torch would give signs of life without a pause"
+        return int(store.get(beats))
+
+    assert beat(1) == 1
+    store.add(f"{beats}.1", 1)
+    assert beat(2) == 1
+    store.add(f"{beats}.2", 1)
+    assert beat(3) == 2
+    assert beat(4) == 2
+    for rank in (1, 2):
+        store.add(f"{beats}.{rank}", 1)
+    assert beat(5) == 3
+
+
+@pytest.fixture
+def island(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Initialize torch.distributed as a program does whose ranks are an island."""
+    monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"center": "root"},
+            "`optimizer` has `center` other than 'replicated', which islands of an elastic job do not",
+        ),
+        ({"overlap": 1}, "`optimizer` has `overlap`, which islands"),
+        ({"period": hvdp.Seconds(1), "fragments": 2}, "`optimizer` has a period in Seconds, which islands"),
+    ],
+)
+def test_what_islands_do_not_support(island: None, options: dict[str, Any], message: str) -> None:
+    model = torch.nn.Linear(2, 1)
+    local = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"period": 2} | options
+    optimizer = hvdp.PeriodicOptimizer(local, model, hvdp.DiLoCo(), **options)
+    with pytest.raises(ValueError, match=message):
+        hvdp.elastic.State(model, optimizer)
+
+
+def test_islands_with_several_levels_or_a_sampler(island: None) -> None:
+    model = torch.nn.Linear(2, 1)
+    inner = hvdp.ModelAverageOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 2)
+    with pytest.raises(ValueError, match="`optimizer` has several levels of optimizers, which islands"):
+        hvdp.elastic.State(model, hvdp.ModelAverageOptimizer(inner, model, 4))
+    with pytest.raises(ValueError, match="`sampler` is an ElasticSampler, which divides examples between single ranks"):
+        hvdp.elastic.State(model, inner, sampler=hvdp.elastic.ElasticSampler(range(4)))
+    with pytest.raises(RuntimeError, match=r"adopt\(\) is not available between islands"):
+        inner.adopt()
+
+
+def test_islands_of_another_front_end(island: None) -> None:
+    front_end = replace(FRONT_END, elastic_islands=False)
+    with pytest.raises(RuntimeError, match=r"only hvd_periodic\.torch has islands in elastic jobs"):
+        front_end.communicator_of(None)

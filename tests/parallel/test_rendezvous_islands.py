@@ -1,0 +1,191 @@
+"""Elastic jobs over torch.distributed whose workers are islands of two ranks; against the equations of workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import PATIENCE
+from tests.parallel.elastic_scenarios import STEPS, expected
+from tests.parallel.launch import ROOT, environment, python
+from tests.parallel.rendezvous_job import numbered, rendezvous
+from tests.parallel.tiers import thorough
+
+pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timeout(180)
+
+SECONDS = 100
+"""Within which a job ends."""
+
+ISLANDS, RANKS = 2, 2
+STEP, WAIT_STEP = 9, 13
+"""Local steps before which it happens, and before which the other island waits until one waits to take part."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A job.
+
+    Attributes:
+        algorithm: of its exchanges.
+        inside: ``ddp``, or ``fully_shard``.
+        what: happens to the last island, once: ``kill`` all its ranks; ``torchrun``: kill one rank, whereupon torchrun
+            ends the others, and starts the island again; ``stop`` one rank.
+    """
+
+    algorithm: str
+    inside: str
+    what: str
+
+
+SCENARIOS = {
+    "sharded, killed": Scenario("diloco", "fully_shard", "kill"),
+    "replicated, under torchrun": Scenario("easgd", "ddp", "torchrun"),
+    "sharded, one rank stopped": Scenario("agn", "fully_shard", "stop"),
+}
+
+
+class Job:
+    """The islands of a scenario."""
+
+    def __init__(self, name: str, folder: Path, address: str) -> None:
+        self.name, self.scenario, self.folder, self._address = name, SCENARIOS[name], folder, address
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._islands, self._followed = 0, False
+
+    def start(self) -> None:
+        """Start one more island."""
+        number, self._islands = self._islands, self._islands + 1
+        program = [*python("torch alone"), "-m", "tests.parallel.rendezvous_islands_program"]
+        command = [*program, self.name, str(self.folder), str(number)]
+        if self.scenario.what == "torchrun":
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+            self._run([*launcher, "--nproc-per-node", str(RANKS), "--no-python", *command])
+        else:
+            for position in range(RANKS):
+                self._run([*command, str(position)])
+
+    def _run(self, command: list[str]) -> None:
+        settings = {
+            "HVD_PERIODIC_RENDEZVOUS": self._address,
+            "HVD_PERIODIC_JOB": self.name,
+            "HVD_PERIODIC_RANKS": f"{ISLANDS - 1}:{ISLANDS}",
+            "HVD_PERIODIC_LOST_SECONDS": "30",
+            "HVD_PERIODIC_JOIN_SECONDS": f"{60 * PATIENCE}",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # Else ranks that torchrun starts again find former addresses.
+        }
+        with (self.folder / f"output.{len(self.processes)}").open("wb") as output:
+            self.processes.append(
+                subprocess.Popen(
+                    command,
+                    env=environment() | settings,
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+
+    def is_over(self) -> bool:
+        """Return whether all have ended; once the others have gone on, start another island, or wake the stopped."""
+        if not self._followed and (self.folder / "wait.0").exists():
+            self._followed = True
+            if self.scenario.what == "stop":
+                os.kill(int((self.folder / f"pid.{RANKS - 1}").read_text()), signal.SIGCONT)
+            elif self.scenario.what == "kill":
+                self.start()
+        return all(process.poll() is not None for process in self.processes)
+
+    def output(self) -> str:
+        """Return what the ranks have printed."""
+        files = sorted(self.folder.glob("output.*"))
+        return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files)
+
+    def stretches(self, position: int) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Return the step at which each stretch of training began, and the processes with a position, by island."""
+        lines = [json.loads(line) for line in (self.folder / "begun").read_text().splitlines()]
+        lines = sorted(
+            (line for line in lines if line["position"] == position), key=lambda line: (line["round"], line["rank"])
+        )
+        found = []
+        for _, group in groupby(lines, key=lambda line: line["round"]):
+            stretch = list(group)
+            if len(stretch) == stretch[0]["size"]:  # Else it had no exchange.
+                found.append((stretch[0]["step"], [(line["pid"], line["forgotten"]) for line in stretch]))
+        return found
+
+    def end(self, rank: int) -> dict[str, Any]:
+        """Return what a rank had in the end."""
+        found: dict[str, Any] = json.loads((self.folder / f"end.{rank}.json").read_text())
+        return found
+
+    def stop(self) -> None:
+        """End all processes that are left."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()  # torchrun then ends its ranks; so does what runs a rank.
+        for process in self.processes:
+            try:
+                process.wait(10 * PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture(scope="module", params=["sharded, killed", *map(thorough, list(SCENARIOS)[1:])])
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """Run a scenario."""
+    with rendezvous() as address:
+        found = Job(request.param, tmp_path_factory.mktemp("islands"), address)
+        try:
+            for _ in range(ISLANDS):
+                found.start()
+            deadline = time.monotonic() + PATIENCE * SECONDS
+            while not found.is_over() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            yield found
+        finally:
+            found.stop()
+
+
+def test_an_island_leaves_and_joins_as_one_worker(job: Job) -> None:
+    """Its ranks start from the shards of the center, and the outer state, of the same positions in the other island."""
+    codes = sorted(process.poll() is not None and process.returncode for process in job.processes)
+    killed = [-signal.SIGKILL] * RANKS if job.scenario.what == "kill" else []
+    launched = ISLANDS * (1 if job.scenario.what == "torchrun" else RANKS)
+    assert codes == [*killed, *[0] * launched], job.output()
+
+    found = [job.stretches(position) for position in range(RANKS)]
+    stretches = numbered(found[0])
+    assert all(numbered(others) == stretches for others in found), job.output()
+    assert [len(islands) for _, islands in stretches][-2:] == [ISLANDS - 1, ISLANDS], job.output()
+    assert len({island for _, islands in stretches for island in islands}) == ISLANDS + 1
+
+    center, workers = expected(job.scenario.algorithm, stretches)
+    for island, worker in enumerate(workers.values()):
+        for end in (job.end(island * RANKS + position) for position in range(RANKS)):
+            assert end["steps"] == STEPS
+            assert end["center"] == job.end(0)["center"]
+            assert end["pid"] in [pid for of_position in found for pid, _ in of_position[-1][1]]
+            np.testing.assert_allclose(end["center"], center, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(end["x"], worker.x, rtol=0, atol=1e-12)
+
+
+def test_an_excluded_island_joins_as_a_new_one(job: Job) -> None:
+    """One rank of it was stopped, and the other gave signs of life."""
+    if job.scenario.what != "stop":
+        pytest.skip("Nobody was stopped")
+    assert "The other ranks have gone on without this process, which joins as a new one" in job.output()

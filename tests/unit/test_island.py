@@ -1,0 +1,75 @@
+"""The agreement of the ranks of an island."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.elastic import RanksLostError
+from hvd_periodic.comm.island import Island
+from tests.helpers import errors, run_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_all_give_up_what_one_has_lost() -> None:
+    """Each of them once; after the next round of the rendezvous, they go on together."""
+
+    def train(ranks: Communicator) -> list[object]:
+        island = Island(ranks)
+        found: list[object] = [
+            island.of_first(lambda: ranks.rank),
+            island.settle(),
+            island.settle(asks=ranks.rank == 2),
+        ]
+        for lost in ([1], [0, 2], [0, 1, 2]):
+            if ranks.rank in lost:
+                error: Exception = RanksLostError(f"by {ranks.rank}")
+            else:
+                with pytest.raises(RanksLostError, match="of this island has lost a rank of another") as caught:
+                    island.settle()
+                error = caught.value
+            island.give_up(error)
+            found.append(str(error).partition(": ")[::2])
+            assert island.of_first(lambda: "together") == "together"
+        return found
+
+    def told(rank: int) -> tuple[str, str]:
+        return f"Rank {rank} of this island has lost a rank of another island", f"by {rank}"
+
+    found = run_ranks(3, train)
+    assert [each[:3] for each in found] == [[0, False, True]] * 3
+    assert [each[3] for each in found] == [told(1), ("by 1", ""), told(1)]
+    assert [each[4] for each in found] == [("by 0", ""), told(0), ("by 2", "")]
+
+
+def test_ranks_that_differ() -> None:
+    def train(ranks: Communicator) -> None:
+        island = Island(ranks)
+        island.of_first(lambda: None)
+        island.settle("commits [0]")
+        island.settle(f"commits {[0, 1][: 1 + ranks.rank]}")
+
+    message = r"The ranks of an island differ: commits \[0\] on rank 0; commits \[0, 1\] on rank 1\. All of them load"
+    for kind, text in errors(2, train):
+        assert kind is RuntimeError
+        assert re.match(message, text)
+
+
+def test_an_error_of_the_first_rank_is_one_of_all() -> None:
+    """After it, nobody tells the others about it."""
+
+    def train(ranks: Communicator) -> None:
+        island = Island(ranks)
+        with pytest.raises(TimeoutError) as caught:
+            island.of_first(lambda: fail(ranks.rank))
+        island.give_up(caught.value)
+        assert island.is_first == (ranks.rank == 0)
+        raise caught.value
+
+    def fail(rank: int) -> None:
+        raise TimeoutError(f"on rank {rank}")
+
+    assert errors(2, train) == [(TimeoutError, "on rank 0")] * 2
