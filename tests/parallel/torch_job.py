@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from typing import Any
 
 import torch
@@ -135,6 +136,23 @@ class OverMPI:
         return self.everyone.broadcast_object(value, name, root_rank)
 
 
+def _with_waits_that_sleep() -> Any:
+    """Return Horovod's module; a rank that waits leaves its core to others, where Horovod's own waits keep it busy."""
+    module = importlib.import_module("horovod.torch")
+    operations = importlib.import_module("horovod.torch.mpi_ops")
+    finish = operations.synchronize
+
+    def synchronize(handle: int) -> Any:
+        pause = 2e-5
+        while not operations.poll(handle):
+            time.sleep(pause)
+            pause = min(1.1 * pause, 1e-3)
+        return finish(handle)
+
+    operations.synchronize = synchronize  # Not module.synchronize, which the package and users call.
+    return module
+
+
 def _backends() -> str:
     """Return what carries tensors: NCCL those on GPUs, if every rank of this host has one to itself."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
@@ -145,10 +163,6 @@ if WITHOUT_HOROVOD:
         del sys.modules[module]  # Jobs share imports.
     sys.modules["horovod"] = None  # type: ignore[assignment]
 hvd: Any = (
-    OverMPI()
-    if OVER_MPI
-    else OverTorchDistributed()
-    if UNDER_TORCHRUN or BESIDE_MPI
-    else importlib.import_module("horovod.torch")
+    OverMPI() if OVER_MPI else OverTorchDistributed() if UNDER_TORCHRUN or BESIDE_MPI else _with_waits_that_sleep()
 )
 """Horovod, or what takes its place."""
