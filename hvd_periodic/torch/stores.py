@@ -8,7 +8,7 @@ import torch
 
 from hvd_periodic.torch import foreach
 from hvd_periodic.torch.dtypes import INTEGERS, REALS, as_real
-from hvd_periodic.torch.sharded_parameters import shard_of
+from hvd_periodic.torch.sharded_parameters import is_sharded, shard_of
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import FlatStore, PackedStore
 
@@ -20,6 +20,7 @@ class TensorStore(PackedStore[torch.Tensor]):
         self, layout: Layout, tensors: Sequence[torch.Tensor], empty: Callable[[Bucket], torch.Tensor]
     ) -> None:
         super().__init__(layout, tensors, empty)
+        self._any_sharded = any(map(is_sharded, tensors))
         self._views: dict[tuple[str, int, int], tuple[list[int], list[torch.Tensor]]] = {}
 
     def view(self, bucket: Bucket) -> torch.Tensor | None:
@@ -63,7 +64,8 @@ class TensorStore(PackedStore[torch.Tensor]):
 
     def _tensor(self, index: int) -> torch.Tensor:
         """Return a tensor, or this rank's shard of it, which FSDP may move."""
-        return shard_of(self._tensors[index])
+        tensor: torch.Tensor = self._tensors[index]
+        return shard_of(tensor) if self._any_sharded else tensor
 
 
 class ComplexTensorStore(TensorStore):

@@ -195,10 +195,22 @@ def _free_port() -> int:
 
 INT8 = hvdp.Compression.int8
 
-METHODS: dict[str, Make] = {
+EVERY_STEP: dict[str, Make] = {
     "Horovod DistributedOptimizer": every_step,
     "torch DistributedDataParallel": distributed_data_parallel,
-    "torch PeriodicModelAverager": model_averager,
+}
+"""By name; those that communicate at every step."""
+
+BY_HAND = "averaging, overlap, by hand"
+
+_OF_TORCH: dict[str, Make] = {"torch PeriodicModelAverager": model_averager}
+_FRAGMENTS: dict[str, Make] = {
+    "averaging, int8, 2 fragments, overlap": periodic(hvdp.Averaging, compression=INT8, fragments=2, overlap="period")
+}
+
+METHODS: dict[str, Make] = {
+    **EVERY_STEP,
+    **_OF_TORCH,
     "elastic averaging": periodic(hvdp.EASGD),
     "averaging": periodic(hvdp.Averaging),
     "DiLoCo": periodic(hvdp.DiLoCo),
@@ -207,8 +219,38 @@ METHODS: dict[str, Make] = {
     "DiLoCo, overlap": periodic(hvdp.DiLoCo, overlap="period"),
     "averaging, overlap, MPI": over(mpi, hvdp.Averaging, overlap="period"),
     "averaging, overlap, Gloo": over(gloo, hvdp.Averaging, overlap="period"),
-    "averaging, overlap, by hand": overlapped_by_hand,
+    BY_HAND: overlapped_by_hand,
     "averaging, int8": periodic(hvdp.Averaging, compression=INT8),
-    "averaging, int8, 2 fragments, overlap": periodic(hvdp.Averaging, compression=INT8, fragments=2, overlap="period"),
+    **_FRAGMENTS,
 }
 """By name."""
+
+_ALGORITHMS = {"elastic averaging": hvdp.EASGD, "averaging": hvdp.Averaging, "AGN": hvdp.AGN, "DiLoCo": hvdp.DiLoCo}
+_LIBRARIES: dict[str, Callable[[], Any]] = {"": lambda: None, ", MPI": mpi, ", Gloo": gloo}
+_MODES: dict[str, dict[str, Any]] = {"": {}, ", overlap": {"overlap": "period"}}
+_WIRES: dict[str, hvdp.Wire] = {
+    "fp16": hvdp.Compression.fp16,
+    "int8": INT8,
+    "int4": hvdp.Compression.int4,
+    "int2": hvdp.Compression.int2,
+    "top-k": hvdp.Compression.topk(0.01),
+    "top-k of chunks": hvdp.Compression.topk(chunk=4096, keep=64),
+}
+
+EXCHANGES: dict[str, Make] = {
+    **_OF_TORCH,
+    BY_HAND: overlapped_by_hand,
+    **{
+        f"{name}{mode}{library}": over(ranks, algorithm, **options)
+        for mode, options in _MODES.items()
+        for name, algorithm in _ALGORITHMS.items()
+        for library, ranks in _LIBRARIES.items()
+    },
+    **{
+        f"averaging, {name}{mode}": periodic(hvdp.Averaging, compression=wire, **options)
+        for mode, options in _MODES.items()
+        for name, wire in _WIRES.items()
+    },
+    **_FRAGMENTS,
+}
+"""By name; each algorithm with each library, and each wire."""

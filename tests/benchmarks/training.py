@@ -8,11 +8,18 @@ for. Figures are medians of the repetitions' ratios to steps without communicati
 
 The processor time of an exchange is that of all threads of a rank, user and system, in the measured periods, without
 that of as many steps without communication, divided by the number of exchanges; the mean of all ranks. A busy machine
-changes it less than it changes the steps per second. Waiting counts where a library polls while it waits.
+changes it less than it changes the steps per second. Waiting counts where a library polls while it waits. It is also
+given in copies of the parameters, from one place of memory to another, as this machine made them in the same run.
+
+    mpirun -np 2 --mca btl self,tcp python -m tests.benchmarks.training --resting --period 2 --periods 5
+
+measures only processor time, and needs no network: local steps sleep, and take nearly none. More algorithms, libraries
+and wires take part.
 """
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -39,6 +46,8 @@ class Result:
         lowest, highest: of them.
         processor_milliseconds: per exchange and rank, without training: the median of all repetitions.
         processor_range: the lowest and the highest.
+        kernel_milliseconds: the part of it that the kernel took.
+        copies: processor time of an exchange, of that of a copy of the parameters.
     """
 
     method: str
@@ -48,6 +57,8 @@ class Result:
     highest: float
     processor_milliseconds: float
     processor_range: tuple[float, float]
+    kernel_milliseconds: float
+    copies: float
 
 
 @dataclass(frozen=True)
@@ -57,10 +68,12 @@ class Taken:
     Attributes:
         seconds: on the slowest rank.
         processor_seconds: of all threads of a rank, the mean of all ranks.
+        kernel_seconds: those among them in which the kernel ran.
     """
 
     seconds: float
     processor_seconds: float
+    kernel_seconds: float
 
 
 class Task:
@@ -72,15 +85,17 @@ class Task:
     """
 
     def __init__(self, megabytes: float, milliseconds: float) -> None:
-        self._width = round((megabytes * 1e6 / 4 / 3) ** 0.5)
-        self.period_data = torch.randn(4096, self._width, generator=torch.Generator().manual_seed(hvd.rank()))
+        width = _width(megabytes)
+        self._width = width
+        self.period_data = torch.randn(4096, width, generator=torch.Generator().manual_seed(hvd.rank()))
         self.batch_size = self._calibrated(milliseconds)
+
+    def __str__(self) -> str:
+        return f"batches of {self.batch_size}"
 
     def model(self) -> nn.Module:
         """Return a network with the same weights on all ranks."""
-        torch.manual_seed(0)
-        layers = [nn.Linear(self._width, self._width, bias=False) for _ in range(3)]
-        return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+        return _network(self._width)
 
     def loss(self, model: nn.Module) -> torch.Tensor:
         """Return the loss of a batch."""
@@ -112,25 +127,76 @@ class Task:
         return int(hvd.broadcast(torch.tensor(chosen), 0, name="batch size"))
 
 
-def measured(made: dict[str, Method], period: int, periods: int, repetitions: int) -> list[Result]:
+class Resting:
+    """A network of a given size that sleeps in place of computing, with gradients that stay the same.
+
+    Args:
+        megabytes: of float32 parameters.
+        milliseconds: of a local step.
+    """
+
+    def __init__(self, megabytes: float, milliseconds: float) -> None:
+        self._width, self._milliseconds = _width(megabytes), milliseconds
+        generator = torch.Generator().manual_seed(hvd.rank())
+        self._gradients = [torch.randn(p.shape, generator=generator) for p in self.model().parameters()]
+
+    def __str__(self) -> str:
+        return f"steps that sleep {self._milliseconds:g} ms"
+
+    def model(self) -> nn.Module:
+        """Return a network with the same weights on all ranks."""
+        return _network(self._width)
+
+    def loss(self, model: nn.Module) -> torch.Tensor:
+        """Sleep; return a loss without influence."""
+        time.sleep(self._milliseconds / 1e3)
+        return torch.zeros((), requires_grad=True)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the local optimizer."""
+        for parameter, gradient in zip(model.parameters(), self._gradients, strict=True):
+            parameter.grad = gradient
+        return _KeepsGradients(model.parameters(), lr=1e-3)
+
+
+class _KeepsGradients(torch.optim.SGD):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Leave gradients as they are."""
+
+
+def _width(megabytes: float) -> int:
+    return round((megabytes * 1e6 / 4 / 3) ** 0.5)
+
+
+def _network(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(width, width, bias=False) for _ in range(3)]
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+def measured(made: dict[str, Method], parameters: int, period: int, periods: int, repetitions: int) -> list[Result]:
     """Return what was measured of all methods."""
+    copy = Copy(parameters)
+    copied: list[Taken] = []
     taken: dict[str, list[Taken]] = {name: [] for name in made}
     for _ in range(repetitions):
+        copied.append(timed(copy.run))
         for name, method in made.items():
             run(method, period)
             taken[name].append(timed(lambda method=method: run(method, period * periods)))  # type: ignore[misc]
             method.finish()
             wait()
-    return [result(name, of_method, taken[ALONE], period, periods) for name, of_method in taken.items()]
+    milliseconds = 1e3 * median(each.processor_seconds for each in copied) / COPIES
+    alone = taken[ALONE]
+    return [result(name, of_method, alone, period, periods, milliseconds) for name, of_method in taken.items()]
 
 
-def result(name: str, taken: list[Taken], alone: list[Taken], period: int, periods: int) -> Result:
-    """Return what the repetitions of a method, and those without communication, amount to."""
-    ratios = [before.seconds / own.seconds for before, own in zip(alone, taken, strict=True)]
-    processor = [
-        1e3 * (own.processor_seconds - before.processor_seconds) / periods
-        for before, own in zip(alone, taken, strict=True)
-    ]
+def result(name: str, taken: list[Taken], alone: list[Taken], period: int, periods: int, copy: float) -> Result:
+    """Return what the repetitions of a method, and those without communication, amount to; a copy takes ``copy`` ms."""
+    pairs = list(zip(alone, taken, strict=True))
+    ratios = [before.seconds / own.seconds for before, own in pairs]
+    processor = [1e3 * (own.processor_seconds - before.processor_seconds) / periods for before, own in pairs]
+    kernel = [1e3 * (own.kernel_seconds - before.kernel_seconds) / periods for before, own in pairs]
     return Result(
         name,
         1e3 * median(own.seconds for own in taken) / (period * periods),
@@ -139,7 +205,28 @@ def result(name: str, taken: list[Taken], alone: list[Taken], period: int, perio
         max(ratios),
         median(processor),
         (min(processor), max(processor)),
+        median(kernel),
+        median(processor) / copy,
     )
+
+
+COPIES = 5
+
+
+class Copy:
+    """Copies as much memory as the parameters take, several times.
+
+    Args:
+        elements: of float32.
+    """
+
+    def __init__(self, elements: int) -> None:
+        self._source, self._target = torch.ones(elements), torch.ones(elements)
+
+    def run(self) -> None:
+        """Copy."""
+        for _ in range(COPIES):
+            self._target.copy_(self._source)
 
 
 def run(method: Method, steps: int) -> None:
@@ -151,12 +238,17 @@ def run(method: Method, steps: int) -> None:
 def timed(function: Callable[[], object]) -> Taken:
     """Return the times that a function takes, when all ranks begin together."""
     wait()
-    started, before = time.perf_counter(), time.process_time()
+    started, before, kernel_before = time.perf_counter(), time.process_time(), kernel_seconds()
     function()
-    seconds, processor = time.perf_counter() - started, time.process_time() - before
+    seconds, own = time.perf_counter() - started, (time.process_time() - before, kernel_seconds() - kernel_before)
     slowest = hvd.allreduce(torch.tensor(seconds, dtype=torch.float64), op=hvd.Max, name="slowest")
-    mean = hvd.allreduce(torch.tensor(processor, dtype=torch.float64), op=hvd.Average, name="processor")
-    return Taken(float(slowest), float(mean))
+    processor, kernel = hvd.allreduce(torch.tensor(own, dtype=torch.float64), op=hvd.Average, name="processor")
+    return Taken(float(slowest), float(processor), float(kernel))
+
+
+def kernel_seconds() -> float:
+    """Return the time that the kernel has spent for all threads of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_stime
 
 
 def wait() -> None:
@@ -173,20 +265,22 @@ def main() -> None:
     parser.add_argument("--period", type=int, default=10, help="local steps between exchanges (default: 10)")
     parser.add_argument("--periods", type=int, default=3, help="that are measured (default: 3)")
     parser.add_argument("--repetitions", type=int, default=5, help="of each measurement (default: 5)")
+    parser.add_argument("--resting", action="store_true", help="local steps sleep: measure processor time only")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init()
-    task = Task(arguments.megabytes, arguments.milliseconds)
+    task = (Resting if arguments.resting else Task)(arguments.megabytes, arguments.milliseconds)
     wanted = arguments.methods or [""]
-    makers = methods.METHODS | sockets.METHODS | peers.METHODS
+    makers = (methods.EXCHANGES if arguments.resting else methods.METHODS) | sockets.METHODS | peers.METHODS
     chosen = [name for name in makers if any(word in name for word in wanted)]
     made = {ALONE: methods.alone(task, task.model(), arguments.period)}
     made |= {name: makers[name](task, task.model(), arguments.period) for name in chosen}
-    results = measured(made, arguments.period, arguments.periods, arguments.repetitions)
+    parameters = sum(parameter.numel() for parameter in task.model().parameters())
+    results = measured(made, parameters, arguments.period, arguments.periods, arguments.repetitions)
     for method in made.values():
         method.leave()
     if hvd.rank() == 0:
-        title = f"{hvd.size()} ranks, {arguments.megabytes} MB, period {arguments.period}, batches of {task.batch_size}"
+        title = f"{hvd.size()} ranks, {arguments.megabytes} MB, period {arguments.period}, {task}"
         print("Steps per second relative to no communication; processor time per exchange and rank, without training")
         unit = "steps per second, of those without communication"
         rows = [
@@ -197,10 +291,12 @@ def main() -> None:
                 f"{each.lowest:.2f} to {each.highest:.2f}",
                 f"{each.processor_milliseconds:.0f}",
                 "{:.0f} to {:.0f}".format(*each.processor_range),
+                f"{each.kernel_milliseconds:.0f}",
+                f"{each.copies:.1f}",
             )
             for each in results
         ]
-        columns = ("method", "ms per step", "steps/s", "repetitions", "CPU ms", "repetitions")
+        columns = ("method", "ms/step", "steps/s", "repetitions", "CPU ms", "repetitions", "kernel", "copies")
         report.show(title, columns, rows)
         ranges = {each.method: (each.ratio, each.lowest, each.highest) for each in results}
         report.bars(arguments.plot, title, unit, ranges)

@@ -12,7 +12,7 @@ pytest.importorskip("horovod.torch")
 
 
 from tests.benchmarks import encoding, language, sockets
-from tests.benchmarks.methods import METHODS
+from tests.benchmarks.methods import EXCHANGES, METHODS
 from tests.benchmarks.training import ALONE
 from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, start
@@ -67,6 +67,17 @@ def test_worker_speeds(tmp_path: Path) -> None:
     for name, (seed,) in results.items():
         assert name in output
         assert 0 < seed["losses"][-1] < seed["losses"][0]
+
+
+def test_processor_time(tmp_path: Path) -> None:
+    """Of exchanges alone, with every library and every wire."""
+    size = ["--megabytes", "0.01", "--milliseconds", "0.1", "--period", "2", "--periods", "1", "--repetitions", "1"]
+    files = ["--resting", "--json", str(tmp_path / "results")]
+    output = start("mpirun", 2, ["-m", "tests.benchmarks.training", *size, *files], 180, "torch")
+    results = json.loads((tmp_path / "results").read_text())
+    assert [result["method"] for result in results] == [ALONE, *EXCHANGES, *sockets.METHODS]
+    assert all(result["method"] in output for result in results)
+    assert {"copies", "kernel_milliseconds"} <= results[0].keys()
 
 
 def test_language(tmp_path: Path) -> None:
