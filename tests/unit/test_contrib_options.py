@@ -79,7 +79,7 @@ def test_refused_options(name: str, options: dict[str, Any], error: type[Excepti
             "AGNOptimizer",
             {"parameters": {"w": "present"}, "asynchronous": True},
             ValueError,
-            "'present' with asynchronous=True only in elastic averaging",
+            "'present' in asynchronous exchange with elastic averaging only",
         ),
         (
             "ModelAverageOptimizer",
