@@ -61,12 +61,15 @@ def test_variables_that_some_ranks_train(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_tables_of_which_touched_rows_travel(ranks: list[dict[str, Any]]) -> None:
-    """The dense exchange to the bit, or within rounding in elastic averaging, which also follows the oracle."""
+    """The dense exchange to the bit, or within rounding in elastic averaging, which also follows the oracle.
+
+    More than two ranks may be added in another order in a shorter message.
+    """
     size = len(ranks)
     for case in ranks[0]["tables"]:
         elastic = case.startswith("easgd")
         for (rows, fewer), (dense, more) in column(ranks, "tables", case):
-            assert np.ravel(rows) == close(dense) if elastic else rows == dense, case
+            assert np.ravel(rows) == close(dense) if elastic or size > 2 else rows == dense, case
             if not case.startswith("average"):  # In 16 bits, what was rounded off travels as well.
                 assert fewer < more, case
     (expected, center), _ = oracle.easgd_of_table(size, oracle.periodic(2), 0.1)
