@@ -37,6 +37,10 @@ class Losing:
         """Lose a rank at a collective, counted from the first."""
         self._at, self._ahead = at, ahead
 
+    def abort(self) -> None:
+        """End the collectives that ranks wait in with an error."""
+        self._group.abort()
+
     def exchange(self, rank: int, call: tuple[object, ...], value: Any) -> list[Any]:
         """Return what all ranks brought to the same call."""
         number, self.calls = self.calls, self.calls + 1

@@ -84,7 +84,7 @@ class ErrorFeedback(Generic[V]):
         if tables and layout is replica.parameters.layout:
             if not algorithm.reads_after:
                 self.untouched = UntouchedRows(name, layout, tables, replica, algorithm, communicator)
-            self._touched = TouchedRows(wire, replica.space, layout, tables, self.untouched)
+            self._touched = TouchedRows(wire, replica, layout, tables, self.untouched)
         self.received_totals: dict[int, V] = {}
         self._decay = error_decay
         self.residual: Store[V] | None = None

@@ -14,7 +14,6 @@ from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.centers.untouched_rows import UntouchedRows
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, Layout
-from hvd_periodic.vectors.space import VectorSpace
 from hvd_periodic.wires.base import Link, Sent, Wire
 
 V = TypeVar("V")
@@ -40,7 +39,7 @@ class TouchedRows(Generic[V]):
 
     Args:
         wire: encoding of the rows.
-        space: the verbs of the front end.
+        replica: has the verbs of the front end, which may be others at another call.
         layout: layout of the messages, in which buckets of tables hold whole rows (:meth:`Layout.by_rows`).
         tables: indices of the tables.
         untouched: knows the total of rows that are not touched, and which are; None: the total is 0.
@@ -49,12 +48,12 @@ class TouchedRows(Generic[V]):
     def __init__(
         self,
         wire: Wire,
-        space: VectorSpace[V],
+        replica: Replica[V],
         layout: Layout,
         tables: Collection[int],
         untouched: UntouchedRows[V] | None = None,
     ) -> None:
-        self._wire, self._space, self._untouched = wire, space, untouched
+        self._wire, self._replica, self._untouched = wire, replica, untouched
         self._rows = {layout.specs[i].name: layout.specs[i].shape[0] for i in tables}
         self._tables = {
             bucket.index: layout.specs[bucket.pieces[0].tensor]
@@ -102,9 +101,9 @@ class TouchedRows(Generic[V]):
             if untouched is not None:
                 return untouched.total(bucket, message, places, coding.reshape(sent.wait(), -1, length), exchange)
             # What was encoded is free already: a worker may accumulate gradients there.
-            return whole(sent.wait(), self._space.zeros_like(message) if self._wire.lossy else message)
+            return whole(sent.wait(), self._replica.space.zeros_like(message) if self._wire.lossy else message)
 
-        decoded = None if sent.decoded is None else whole(sent.decoded, self._space.zeros_like(message))
+        decoded = None if sent.decoded is None else whole(sent.decoded, self._replica.space.zeros_like(message))
         return Sent(total, decoded, bits.nbytes + sent.nbytes)
 
     def _note(self, name: str, sent: int, rows: int, warns: bool) -> None:

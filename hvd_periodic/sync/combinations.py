@@ -16,7 +16,7 @@ from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.handshake import Weight
-from hvd_periodic.sync.optimizer_state import OptimizerState
+from hvd_periodic.sync.optimizer_state import LocalOptimizer
 from hvd_periodic.vectors.space import ArraySpace
 from hvd_periodic.wires.base import Wire
 
@@ -244,13 +244,13 @@ def check_participation(
         )
 
 
-def rows_problem(replica: Replica[Any], algorithm: Algorithm, local: OptimizerState[Any] | None) -> str | None:
+def rows_problem(replica: Replica[Any], algorithm: Algorithm, local: LocalOptimizer | None) -> str | None:
     """Return why not only rows with gradients move between exchanges, where elastic averaging relies on it; or None.
 
     Args:
         replica: knows the tables of which only touched rows travel.
         algorithm: the algorithm.
-        local: the state of the local optimizer; None if it is not known.
+        local: the local optimizer; None if it is not known.
     """
     if not replica.tables or algorithm.reads_after:
         return None
@@ -264,7 +264,7 @@ def rows_problem(replica: Replica[Any], algorithm: Algorithm, local: OptimizerSt
     )
 
 
-def check_rows(replica: Replica[Any], algorithm: Algorithm, local: OptimizerState[Any] | None) -> None:
+def check_rows(replica: Replica[Any], algorithm: Algorithm, local: LocalOptimizer | None) -> None:
     """Raise a ValueError if not only rows with gradients move, see :func:`rows_problem`."""
     problem = rows_problem(replica, algorithm, local)
     if problem is not None:

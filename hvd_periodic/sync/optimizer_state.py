@@ -21,7 +21,14 @@ Pairs = Sequence[tuple[str, Any]]
 """Names of parameters, with a state tensor for each."""
 
 
-class OptimizerState(Protocol[V]):
+class LocalOptimizer(Protocol):
+    """A local optimizer, as exchanges of tables see it."""
+
+    def moves_untouched(self, names: Collection[str]) -> str | None:
+        """Return, in words, what moves rows without gradients of some parameters; None if nothing does."""
+
+
+class OptimizerState(LocalOptimizer, Protocol[V]):
     """The state of a local optimizer, as a front end provides it.
 
     Attributes:
@@ -45,9 +52,6 @@ class OptimizerState(Protocol[V]):
 
     def reset(self, but: Collection[str] = ()) -> None:
         """Set all entries to their initial values, ``but`` those of some parameters, by name."""
-
-    def moves_untouched(self, names: Collection[str]) -> str | None:
-        """Return, in words, what moves rows without gradients of some parameters; None if nothing does."""
 
 
 class OptimizerStateExchange(Generic[V]):

@@ -63,7 +63,8 @@ class TrainedSet:
         if missing:
             raise ValueError(
                 "The other ranks train parameters that the model of this worker lacks, since they have called adopt() "
-                f"after adding them: {missing}. A worker can join them only if its model has these from the start"
+                f"after adding them: {missing}. A worker can join them only if its model has these from the start: "
+                "construct it with them, frozen, in a job that you start again from a checkpoint"
             )
         groups, members = optimizer.param_groups, [[(name, tensors[name]) for name in group] for group in self.groups]
         knows_names = any("param_names" in group for group in groups)

@@ -6,7 +6,7 @@ mpirun -np 2 python -m tests.parallel.contrib_options_scenarios FOLDER v1
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,14 @@ class Session:
         name: of the algorithm.
         with_getter: as a script of tf.contrib.opt, or as one of Horovod.
         period: of the exchanges.
+        trains_b: the ranks that have a gradient of b; None: all.
         options: of the optimizer.
     """
 
-    def __init__(self, name: str, with_getter: bool, period: Any, **options: Any) -> None:
+    def __init__(
+        self, name: str, with_getter: bool, period: Any, trains_b: Collection[int] | None = None, **options: Any
+    ) -> None:
+        trained = ["a", "b"] if trains_b is None or hvd.rank() in trains_b else ["a"]
         self.graph = tf.Graph()
         self.holds = options.get("center") != "root" or hvd.rank() == 0
         with self.graph.as_default():
@@ -90,12 +94,13 @@ class Session:
             local = tf.train.MomentumOptimizer(RATE, MOMENTUM)
             self.optimizer = GRAPHS[name](local, getter, period, **options)
             self.fed = [tf.placeholder(tf.float64, [size]) for size in SIZES.values()]
-            loss = tf.add_n([tf.reduce_sum(g * x) for g, x in zip(self.fed, self.x, strict=True)])
+            of = zip(SIZES, self.fed, self.x, strict=True)
+            loss = tf.add_n([tf.reduce_sum(g * x) for key, g, x in of if key in trained])
             self.global_step = tf.train.get_or_create_global_step()
             self.train = self.optimizer.minimize(loss, global_step=self.global_step)
             by_name = {v.op.name: v for v in tf.global_variables()}
             policies = options.get("parameters", {})
-            averaged = [key for key in SIZES if key not in policies]
+            averaged = [key for key in SIZES if policies.get(key) not in ("local", "broadcast")]
             self.centers = [by_name[f"{contrib_opt.GLOBAL_VARIABLE_NAME}/{key}"] for key in averaged]
             initialize = tf.group(tf.global_variables_initializer(), tf.local_variables_initializer())
             task = [] if isinstance(self.optimizer, contrib_opt.ModelAverageOptimizer) else [hvd.rank()]
@@ -124,14 +129,16 @@ class Session:
 class Arrays:
     """The same with an optimizer of numpy."""
 
-    def __init__(self, name: str, period: Any, **options: Any) -> None:
+    def __init__(self, name: str, period: Any, trains_b: Collection[int] | None = None, **options: Any) -> None:
+        self.trains_b = trains_b is None or hvd.rank() in trains_b
         self.x = dict(zip(SIZES, parts(np.array(oracle.START) + hvd.rank()), strict=True))
         local = hvdn.SGD(RATE, MOMENTUM)
         self.optimizer = ARRAYS[name](local, self.x, period, **options)
 
     def step(self) -> None:
         """Take a local step."""
-        self.optimizer.step(gradients(list(self.x.values())))
+        of_a, of_b = gradients(list(self.x.values()))
+        self.optimizer.step([of_a, of_b if self.trains_b else None])
 
     def land(self) -> None:
         """Take what is in flight."""
@@ -240,6 +247,112 @@ def participation() -> Any:
             ("agn, broadcast", "agn", False, 4, following),
         ),
     )
+
+
+@scenario
+def presence() -> Any:
+    """A variable that only some ranks train, or none: the others, too, take what these have learned."""
+    only = {"parameters": {"b": "present"}}
+    first, none, last = {**only, "trains_b": [0]}, {**only, "trains_b": []}, {**only, "trains_b": [hvd.size() - 1]}
+    return all_beside(
+        ("easgd_rho", "easgd_rho", False, 2, {**first, "audit_every": 1}),
+        ("agn", "agn", True, 4, {**first, "outer": (0.25, 0.5), "op": "average"}),
+        ("agn, none", "agn", False, 3, {**none, "outer": (0.25, 0.5)}),
+        ("average", "average", True, 3, {**last, "weight": 1.0 + hvd.rank()}),
+        ("diloco", "diloco", False, 3, {**last, "fragments": 2}),
+        ("diloco, root", "diloco", True, 3, {**first, "center": "root", "outer": (0.5, 0.25)}),
+        ("slowmo, in flight", "slowmo", True, 4, {**last, "overlap": 1}),
+        ("bmuf, none", "bmuf", False, 2, none),
+        *repeated(
+            ("easgd", "easgd", True, 3, first),
+            ("agn, in flight", "agn", True, 4, {**last, "overlap": "period"}),
+            ("agn, root", "agn", True, 4, {**none, "center": "root", "outer": (0.25, 0.5), "fragments": 2}),
+            ("bmuf", "bmuf", True, 3, first),
+        ),
+    )
+
+
+class TableSession:
+    """A table of which each step touches some rows, as in ``oracle.of_table``, and an optimizer without momentum.
+
+    Args:
+        name: of the algorithm.
+        with_getter: as a script of tf.contrib.opt, or as one of Horovod.
+        sparse: whether gradients are ``tf.IndexedSlices``.
+        options: of the optimizer.
+    """
+
+    def __init__(self, name: str, with_getter: bool, sparse: bool, **options: Any) -> None:
+        with tf.Graph().as_default():
+            made = GETTERS.get(name.partition("_")[0], contrib_opt.PeriodicCustomGetter)
+            getter, start = made("") if with_getter else None, np.repeat(np.array(oracle.START)[:, None], WIDTH, 1)
+            with tf.variable_scope("", custom_getter=getter):
+                self.table = tf.get_variable("t", initializer=start, dtype=tf.float64)
+            make = {**GRAPHS, **TABLES}[name]
+            self.optimizer = make(tf.train.GradientDescentOptimizer(oracle.RATE), getter, TABLE_PERIOD, **options)
+            self.rows, self.fed = tf.placeholder(tf.int32, [None]), tf.placeholder(tf.float64, [None, WIDTH])
+            g = tf.IndexedSlices(self.fed, self.rows, tf.constant(start.shape))
+            pairs = [(g if sparse else tf.convert_to_tensor(g), self.table)]
+            self.train = self.optimizer.apply_gradients(pairs, tf.train.get_or_create_global_step())
+            by_name = {v.op.name: v for v in tf.global_variables()}
+            self.center = by_name[f"{contrib_opt.GLOBAL_VARIABLE_NAME}/t"]
+            initialize = tf.group(tf.global_variables_initializer(), tf.local_variables_initializer())
+            task = [] if isinstance(self.optimizer, contrib_opt.ModelAverageOptimizer) else [hvd.rank()]
+            self.initialized = self.optimizer.get_init_op(*task) if with_getter else tf.no_op()
+            self.sent = self.optimizer._synchronizers[0].progress.variables["bytes_sent"]
+            self.session = tf.Session()
+            self.session.run(initialize)
+            self.session.run(self.initialized)
+
+    def run(self, begin: int = 1) -> list[Any]:
+        """Return the table and its center after each step from ``begin`` on, and the bytes sent."""
+        seen = []
+        for step in range(begin, oracle.STEPS + 1):
+            g = oracle.of_table(hvd.rank(), step, self.session.run(self.table)[:, 0].tolist())
+            rows = [k for k, element in enumerate(g) if element]
+            fed = np.reshape([g[k] for k in rows], (-1, 1)).repeat(WIDTH, 1)
+            self.session.run(self.train, {self.rows: rows, self.fed: fed})
+            seen.append([values[:, 0].tolist() for values in self.session.run([self.table, self.center])])
+        return [seen, int(self.session.run(self.sent))]
+
+
+TABLE_PERIOD, WIDTH = 2, 8
+TABLES: dict[str, Callable[..., Any]] = {
+    "easgd_decaying": lambda o, g, p, **k: contrib_opt.ElasticAverageOptimizer(o, hvd.size(), g, p, 0.1, 0.0, **k),
+}
+"""With α(n + 1) other than 1, so that rows which nobody has touched move."""
+
+
+@scenario
+def tables() -> Any:
+    """Of which only touched rows travel, and whole ones; two ranks add 16 bits in one order only."""
+    found, two = {}, hvd.size() == 2
+    for name, with_getter, sparse, options in (
+        ("easgd_decaying", True, True, {}),
+        ("easgd_decaying", False, False, {"overlap": 1}),
+        ("average", True, False, {"compression": Compression.fp16} if two else {}),
+        ("agn", True, True, {}),
+        ("diloco", False, True, {"overlap": 1}),
+        ("bmuf", True, True, {"audit_every": 1}),
+        *repeated(("slowmo", False, False, {}), ("agn", False, False, {})),
+    ):
+        found[f"{name} {with_getter} {sparse}"] = [
+            TableSession(name, with_getter, sparse, parameters=parameters, **options).run()
+            for parameters in ({"t": "rows"}, None)
+        ]
+    return found
+
+
+@scenario
+def tables_that_are_initialized_again() -> Any:
+    """In the middle of training: all replicas are equal to the center, so that nothing is known of rows any more."""
+    found = []
+    for parameters in ({"t": "rows"}, None):
+        training = TableSession("easgd_decaying", True, True, parameters=parameters)
+        before = training.run(begin=oracle.STEPS - 4)
+        training.session.run(training.initialized)
+        found.append([before, training.run()])
+    return found
 
 
 @scenario

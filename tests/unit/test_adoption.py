@@ -312,6 +312,17 @@ def test_asynchronous_training_is_refused() -> None:
     run_ranks(1, job)
 
 
+def test_a_quorum_is_refused() -> None:
+    def job(comm: Communicator) -> None:
+        model = started()
+        optimizer = made(comm, model, "easgd", quorum=1)
+        with pytest.raises(RuntimeError, match=r"adopt\(\) is not available with a quorum"):
+            optimizer.adopt(model)
+        optimizer.finalize()
+
+    run_ranks(2, job)
+
+
 def test_groups_in_lockstep_are_refused() -> None:
     def job(comm: Communicator) -> None:
         model = started()

@@ -73,14 +73,19 @@ def test_refused_options(name: str, options: dict[str, Any], error: type[Excepti
             "ModelAverageOptimizer",
             {"parameters": "rows"},
             ValueError,
-            "`parameters` must be one of .*parameters='rows'",
+            r"'rows' for tensors of two axes and more.*Received: 'w' of shape \(2,\)",
         ),
-        ("AGNOptimizer", {"parameters": {"w": "present"}}, ValueError, r"parameters\['w'\]='present'"),
+        (
+            "AGNOptimizer",
+            {"parameters": {"w": "present"}, "asynchronous": True},
+            ValueError,
+            "'present' in asynchronous exchange with elastic averaging only",
+        ),
         (
             "ModelAverageOptimizer",
             {"parameters": {"v": "local"}},
             ValueError,
-            "matches no trained variable: 'v'. There",
+            "matches no parameter: 'v'. There",
         ),
         (
             "ModelAverageOptimizer",

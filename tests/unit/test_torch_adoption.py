@@ -201,3 +201,14 @@ def test_kinds_of_training_that_can_never_adopt_say_so_before_they_begin() -> No
         assert never.synchronizer.adoption_refusal() == "with asynchronous=True"
 
     run_ranks(1, job)
+
+
+def test_several_levels_are_refused() -> None:
+    def job(comm: Communicator) -> None:
+        model = Net()
+        inside = made(comm, model, "average")
+        several = hvdp.PeriodicOptimizer(inside, model, Averaging(), PERIOD, process_set=comm)
+        with pytest.raises(RuntimeError, match=r"adopt\(\) is not available for several levels of optimizers"):
+            several.adopt()
+
+    run_ranks(1, job)

@@ -288,6 +288,33 @@ def test_a_model_that_lacks_parameters_cannot_join() -> None:
     assert len(optimizer.param_groups[0]["params"]) == 2
 
 
+def test_who_lacks_an_adapter_ends_with_what_to_do_and_the_others_go_on() -> None:
+    """The worker that cannot join is lost to them, as any other that ends; they then go on from the commit."""
+
+    def first(worker: Worker) -> Worker:
+        begin(worker, 1)
+        worker.model.adapter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        worker.optimizer.add_param_group({"params": [worker.model.adapter], "lr": 0.05})
+        worker.optimizer.adopt()
+        return worker
+
+    def refused(worker: Worker) -> str | Worker:
+        lacks = not hasattr(worker.model, "adapter")
+        try:
+            worker.begin_again()
+        except Exception as error:
+            HERE.communicator._group.abort()  # This worker ends, and the others hear of it.
+            return f"{type(error).__name__}: {error}" if lacks else worker
+        return "joined"
+
+    make = partial(new, commit="call")
+    zero, one, _ = together([make] * 3, first)
+    left, error, other = together([zero, make, one], refused)
+    assert "ValueError: The other ranks train parameters that the model of this worker lacks" in error
+    assert "['adapter']. A worker can join them only if its model has these from the start: construct it" in error
+    assert together([left, other], lambda worker: (worker.begin_again(), worker.found()[1])[1]) == [1, 1]
+
+
 def test_groups_with_names() -> None:
     """An optimizer that was made from named parameters keeps their names."""
     model = torch.nn.Linear(2, 1)

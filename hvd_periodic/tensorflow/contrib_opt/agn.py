@@ -14,7 +14,7 @@ from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, contr
 from hvd_periodic.tensorflow.contrib_opt.getters import AGNCustomGetter
 from hvd_periodic.tensorflow.contrib_opt.optimizer import InitializedByTask
 from hvd_periodic.tensorflow.contrib_opt.options import SessionOptions
-from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, with_gradient
+from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, shown, with_gradient
 from hvd_periodic.tensorflow.contrib_opt.request import Request
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.space import TensorSpace
@@ -77,23 +77,18 @@ class AGNOptimizer(InitializedByTask):
         )
         super().__init__(request, use_locking, name)
 
-    def _accumulate(self, synchronizer: VariableSynchronizer, pairs: Pairs) -> list[Any]:
-        present = with_gradient(pairs)
+    def _seen(self, synchronizer: VariableSynchronizer, pairs: Pairs, exchanged: Sequence[Any]) -> list[Any]:
         graph = tf.compat.v1.get_default_graph()
-
-        def count(*shown: Any) -> tf.Tensor:
-            synchronizer.prepare_gradients(shown)
-            return tf.constant(True)
 
         def add() -> Assigned:
             before = len(graph.get_operations())
-            for gradient, variable in present:
+            for gradient, variable in with_gradient(pairs):
                 accumulator = self._getter.companions.get(variable.ref())
                 if accumulator is not None:
                     self._algorithm.local(TensorSpace(), variable, gradient, {"gradient": accumulator})
             return graph.get_operations()[before:]
 
-        counted = tf.function(count, autograph=False)(*(gradient for gradient, _ in present))
+        counted = shown(synchronizer, pairs, exchanged)
         if synchronizer.warmup.until is None:
             return [counted, *add()]
         with control_flow_v1():

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 from hvd_periodic.algorithms import Exchange
+from hvd_periodic.centers.by_range import ByRange
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.fragment_plan import DueFragments
@@ -79,8 +80,11 @@ class SessionAsynchronous(Asynchronous[Any]):
     def _keep(self, group: TensorGroup[Any], bucket: Bucket, center: Any, exchange: Exchange) -> None:
         if group is not self.tensor_groups.parameters or self.as_left is None:
             return
-        algorithm, space = group.algorithm, self.context.exchanged.replica.space
+        algorithm, replica = group.algorithm, self.context.exchanged.replica
+        space = replica.space
         if not algorithm.reads_after:
             message, _ = algorithm.message(space, group.values.read(bucket), {}, center, exchange)
+            if exchange.presence:
+                message = ByRange(algorithm, replica, group.values.layout).weighed(bucket, message, exchange)
             center = algorithm.move(space, {"center": center}, message, exchange)["center"]
         self.as_left.write(bucket, center)

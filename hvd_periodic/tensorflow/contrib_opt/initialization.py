@@ -77,6 +77,7 @@ class Initialization:
         times: number of these operations.
         shared_centers: the asynchronous centers.
         buffer_centers: (center, statistic) pairs; the centers start from the root's statistics.
+        of_rows: what is known of the rows of tables since replicas were equal to the center.
     """
 
     def __init__(self, name: str, communicator: Communicator, getter: CustomGetter, counters: CounterVariables) -> None:
@@ -87,6 +88,7 @@ class Initialization:
         self._counters = counters
         self._global_step: Any = None
         self.buffer_centers: list[tuple[tf.Variable, Any]] = []
+        self.of_rows: list[tf.Variable] = []
         self.times = 0
         self.shared_centers: list[SharedCenter] = []
 
@@ -133,6 +135,7 @@ class Initialization:
         assigned = [
             center.assign(tf.cast(value_of(statistic), center.dtype)) for center, statistic in self.buffer_centers
         ]
+        assigned += [variable.assign(tf.zeros_like(variable)) for variable in self.of_rows]
         for reference, center in self._getter.centers.items():
             local, value = reference.deref(), value_of(center)
             assigned.append(local.assign(tf.cast(value, local.dtype.base_dtype)))

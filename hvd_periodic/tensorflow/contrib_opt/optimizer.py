@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.algorithms.easgd import BETA
-from hvd_periodic.buffers import AVERAGE, BROADCAST, LOCAL
+from hvd_periodic.buffers import AVERAGE, BROADCAST, EXCHANGED, LOCAL, PARAMETERS, PRESENT, ROWS
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.keras.model import NamedVariables
 from hvd_periodic.options import of_exchange
@@ -29,7 +29,8 @@ from hvd_periodic.tensorflow.contrib_opt.getters import belongs_to_optimizer, pa
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import SynchronousPhase, plain
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
 from hvd_periodic.tensorflow.contrib_opt.initialization import Initialization, SharedCenter
-from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, checked, reference_of, trained_by, with_gradient
+from hvd_periodic.tensorflow.contrib_opt.local_optimizer import SessionOptimizer
+from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, checked, reference_of, shown, trained_by, with_gradient
 from hvd_periodic.tensorflow.contrib_opt.rates import SessionRates, learning_rate_of
 from hvd_periodic.tensorflow.contrib_opt.replica import (
     CenterOptimizer,
@@ -37,8 +38,8 @@ from hvd_periodic.tensorflow.contrib_opt.replica import (
     GraphReplica,
     HostCenterOptimizer,
 )
-from hvd_periodic.tensorflow.contrib_opt.request import PARAMETERS, Request, spelled_as
-from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT, SessionStartup, initialize_with
+from hvd_periodic.tensorflow.contrib_opt.request import Request, spelled_as
+from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT, SessionStartup, initialize_with, untouched_in
 from hvd_periodic.tensorflow.contrib_opt.step_end import StepEnd
 from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurns, Turn
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
@@ -99,19 +100,25 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Pairs:
         """Return the (gradient, variable) pairs of the wrapped optimizer, which gets these arguments."""
         pairs = self._warmup.compute_gradients(*args, **kwargs)
+        exchanged = trained_by(pairs)
         with suppress(ValueError):  # Of a policy that apply_gradients() refuses, on all ranks.
-            self._participation(trained_by(pairs))
+            exchanged = self._exchanged(pairs)
         if self._without_getter:
-            self._getter.adopt(trained_by(pairs))
+            self._getter.adopt(exchanged)
         return pairs
+
+    def _exchanged(self, pairs: Pairs) -> list[Any]:
+        """Return the variables with a gradient, and the ``"present"`` ones without: other ranks may have one of these.
+
+        The centers and companions that some policies do not need are forgotten.
+        """
+        policies = self._participation([variable for _, variable in pairs])
+        return [v for gradient, v in pairs if gradient is not None or policies[v.op.name] == PRESENT]
 
     def _participation(self, variables: Sequence[Any]) -> dict[str, str]:
         """Return the policies of variables by name; forget the centers and companions that some do not need."""
-        given, names = self._options["parameters"], [variable.op.name for variable in variables]
-        found = {
-            name: PARAMETERS.policy_of(given, name, variable) or AVERAGE
-            for name, variable in zip(names, variables, strict=True)
-        }
+        given = self._options["parameters"]
+        found = {v.op.name: PARAMETERS.policy_of(given, v.op.name, v) or AVERAGE for v in variables}
         of_policy = {policy: [v for v in variables if found[v.op.name] == policy] for policy in (LOCAL, BROADCAST)}
         self._getter.keep_out(of_policy[LOCAL], of_policy[BROADCAST])
         return found
@@ -133,22 +140,25 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         communicator = self._communicator
         prefix = communicator.unique_name()
 
-        def construct() -> tuple[Pairs, VariableSynchronizer]:
+        def construct() -> tuple[Pairs, list[Any], VariableSynchronizer]:
             if self._initialization.times:
                 raise RuntimeError(
                     "apply_gradients() after get_init_op(): the init op would miss variables that are created here. "
                     "Call get_init_op() last"
                 )
-            given = list(grads_and_vars)
-            trained = [pair[1] for pair in given if isinstance(pair, (tuple, list)) and hasattr(pair[-1], "op")]
-            self._participation(trained)
-            pairs = checked(given, self._getter, self._without_getter)
+            pairs = checked(grads_and_vars)
+            exchanged = self._exchanged(pairs)
+            if self._without_getter:
+                self._getter.adopt(exchanged)
+            for variable in exchanged if self._without_getter else [variable for _, variable in pairs]:
+                if variable.ref() not in self._getter.own:
+                    reference_of(variable, self._getter)
             self._require_global_step(global_step)
             with spelled_as(type(self).__name__), tf.device(None), self._getter.paused():
-                return pairs, self._synchronizer(trained_by(pairs), prefix)
+                return pairs, exchanged, self._synchronizer(exchanged, prefix)
 
         found = self._getter.found()
-        pairs, synchronizer = build_on_all(communicator, prefix, construct)
+        pairs, exchanged, synchronizer = build_on_all(communicator, prefix, construct)
         self._synchronizers.append(synchronizer)
         synchronizer.average_within(self._averaged)
         synchronizer.check_agreement()
@@ -156,34 +166,35 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._warmup.turn = turn
         self._initialization.begin_within(synchronizer.membership, turn, global_step)
         with tf.device(None), self._getter.paused():
-            self._create_slots_of(pairs)
+            self._create_slots_of(exchanged)
             made = [*self.variables(), *(self._getter.made() if self._without_getter else [])]
             self._counters.read_checked(made)
             if self._without_getter:
                 initialize_with(found, [*made, *self._counters.made])
             with tf.control_dependencies(self._counters.check):
-                waited, updated = self._update(synchronizer, turn, pairs)
+                waited, updated = self._update(synchronizer, turn, pairs, exchanged)
             with tf.compat.v1.name_scope(name or self._name):
                 end = StepEnd(
                     synchronizer,
                     turn,
                     global_step,
                     not self._without_getter,
-                    lambda: self._initialization.start_centers(trained_by(pairs)),
+                    lambda: self._initialization.start_centers(exchanged),
                 )
                 self._ends.append(end)
                 return end.after(waited, updated)
 
-    def _create_slots_of(self, pairs: Pairs) -> None:
-        """Create the variables of the wrapped optimizer outside of conditionals."""
-        trained = trained_by(pairs)
+    def _create_slots_of(self, variables: Sequence[Any]) -> None:
+        """Create the variables of the wrapped optimizer outside of conditionals; the same ones on all ranks."""
         with tf.init_scope():
-            plain(self._opt)._create_slots(trained)
+            plain(self._opt)._create_slots(variables)
         belongs_to_optimizer(*self._opt.variables())
         if not self._without_getter:
             _keep_local(self._opt.variables())
 
-    def _update(self, synchronizer: VariableSynchronizer, turn: Turn, pairs: Pairs) -> tuple[list[Any], Any]:
+    def _update(
+        self, synchronizer: VariableSynchronizer, turn: Turn, pairs: Pairs, exchanged: Sequence[Any]
+    ) -> tuple[list[Any], Any]:
         """Return the operations that precede the count of a local step, and whether the step updates the replica.
 
         Without a hook that gives all ranks the same start, the first step does. If it replaces the replica of a rank,
@@ -191,7 +202,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         """
 
         def update() -> Assigned:
-            return [self._opt.apply_gradients(pairs), *self._accumulate(synchronizer, pairs)]
+            return [self._opt.apply_gradients(pairs), *self._seen(synchronizer, pairs, exchanged)]
 
         if not self._without_getter:
             return update(), True
@@ -205,7 +216,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         own = [*shared, *self._getter.made(), *self._counters.made]
         with tf.control_dependencies([gradient for gradient, _ in with_gradient(pairs)]), control_flow_v1():
             start = SessionStartup(synchronizer, turn, self._getter, own, self._counters.first)
-            replaced = start.replaced(lambda: self._initialization.start_centers(trained_by(pairs)))
+            replaced = start.replaced(lambda: self._initialization.start_centers(exchanged))
             with tf.control_dependencies([replaced]):
                 done = tf.cond(replaced, nothing, branch(update))
         return [done], tf.logical_not(replaced)
@@ -346,9 +357,10 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
     def _require_global_step(self, global_step: Any) -> None:
         """Raise a ValueError if the algorithm needs a global step and there is none."""
 
-    def _accumulate(self, synchronizer: VariableSynchronizer, pairs: Pairs) -> list[Any]:
-        """Return the operations that use the gradients before an exchange."""
-        return []
+    def _seen(self, synchronizer: VariableSynchronizer, pairs: Pairs, exchanged: Sequence[Any]) -> list[Any]:
+        """Return the operations that use the gradients of a step before an exchange."""
+        unseen = synchronizer.exchanger.presence is None and untouched_in(synchronizer) is None
+        return [] if unseen else [shown(synchronizer, pairs, exchanged)]
 
     def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
         """Return the variables of the algorithm's state by name."""
@@ -364,7 +376,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         policies = self._participation(variables)
         known = [reference.deref().op.name for reference in (*self._getter.centers, *self._getter.own)]
         PARAMETERS.check_patterns(self._options["parameters"], [*dict.fromkeys([*policies, *known])])
-        positions = [i for i, variable in enumerate(variables) if policies[variable.op.name] == AVERAGE]
+        positions = [i for i, variable in enumerate(variables) if policies[variable.op.name] in EXCHANGED]
         references = [reference_of(variables[i], self._getter) for i in positions]
         following = [v for v in variables if policies[v.op.name] == BROADCAST and math.prod(v.shape)]
         named = NamedVariables(
@@ -374,6 +386,8 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             trained=len(variables),
             positions=positions if len(positions) < len(variables) else None,
             keeps_own=LOCAL in policies.values(),
+            present=[v.op.name for v in variables if policies[v.op.name] == PRESENT and math.prod(v.shape)],
+            tables=[v.op.name for v in variables if policies[v.op.name] == ROWS],
         )
         if self._moving is not None and self._center_optimizer is None:
             made = HostCenterOptimizer if self._asynchronous else CenterOptimizer
@@ -395,10 +409,14 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             use_locking=self._use_locking,
             outer=None if moved is None else GraphOuterOptimizer(moved, named.parameters, replica.values),
             rates=SessionRates(local, len(positions)) if self._algorithm.uses_learning_rate else None,
+            local_optimizer=SessionOptimizer(local, named.parameters),
             learning_rate=lambda: learning_rate_of(local),
             exchangers=Exchangers(SessionSynchronous, SessionAsynchronous, SessionOverlapped),
             **of_exchange(self._options),
         )
+        untouched = untouched_in(synchronizer)
+        if untouched is not None:
+            self._initialization.of_rows += chain.from_iterable(s.tensors() for s in untouched.stores().values())
         exchanger: Any = synchronizer.exchanger
         if isinstance(exchanger, SessionAsynchronous):
             centers = [self._getter.centers[reference] for reference in references]

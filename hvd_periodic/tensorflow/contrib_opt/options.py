@@ -16,8 +16,12 @@ class SessionOptions(TypedDict, total=False):
         parameters: policies for the trained variables, by patterns of their names (``variable.op.name``), or a function
             (name, variable). ``"average"``, the default: the algorithm exchanges them; ``"broadcast"``: at every
             exchange all ranks take the values of rank 0; ``"local"``: every rank trains its own, which has no center,
-            and which no initialization sets; ``hvd.broadcast_global_variables(0)`` of a script does. Other policies of
-            the package are refused: ``"present"``, since a graph fixes which variables have gradients, and ``"rows"``.
+            and which no initialization sets; ``hvd.broadcast_global_variables(0)`` of a script does; ``"present"``: the
+            algorithm exchanges what the ranks contribute for which the pairs of :meth:`apply_gradients` hold a gradient
+            that is not None, and divides by their number; all ranks pass a pair; ``"rows"``, for embedding tables: as
+            ``"average"``, but only the rows travel that some rank has changed since the last exchange (in AGN and
+            elastic averaging, that had gradients; the latter needs ``rho=0.0`` and a local optimizer that leaves other
+            rows alone: ``GradientDescentOptimizer``, ``AdagradOptimizer``).
         buffers: ``"average"``: every exchange sets the getter's non-trainable variables, such as the moving averages of
             batch normalization, to their mean over ranks; ``"local"``: exchanges do not change them.
         process_set: the Horovod process set that exchanges. Default: all ranks.

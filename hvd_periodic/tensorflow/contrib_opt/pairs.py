@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
+from hvd_periodic.tensorflow.graph import VariableSynchronizer
 
 Pairs = list[tuple[Any, Any]]
 """(gradient, variable) pairs."""
@@ -21,12 +24,27 @@ def trained_by(pairs: Pairs) -> list[Any]:
     return [variable for _, variable in with_gradient(pairs)]
 
 
-def checked(grads_and_vars: Iterable[Any], getter: CustomGetter, without_getter: bool) -> Pairs:
-    """Check that pairs are well-formed and their variables have centers; return them as a list.
+def shown(synchronizer: VariableSynchronizer, pairs: Pairs, exchanged: Sequence[Any]) -> tf.Tensor:
+    """Return a tensor that exists once the synchronizer has seen the gradients of the exchanged variables in a step."""
+    of = {variable.ref(): gradient for gradient, variable in with_gradient(pairs)}
+    indices = [i for i, variable in enumerate(exchanged) if variable.ref() in of]
+
+    def show(*present: Any) -> tf.Tensor:
+        gradients: list[Any] = [None] * len(exchanged)
+        for i, gradient in zip(indices, present, strict=True):
+            gradients[i] = gradient
+        synchronizer.prepare_gradients(gradients)
+        return tf.constant(True)
+
+    return tf.function(show, autograph=False)(*(of[exchanged[i].ref()] for i in indices))
+
+
+def checked(grads_and_vars: Iterable[Any]) -> Pairs:
+    """Check that pairs are well-formed; return them as a list.
 
     Raises:
         TypeError: an element is not a pair.
-        ValueError: no pairs, no gradients, or a variable without a center.
+        ValueError: no pairs, or no gradients.
     """
     pairs = list(grads_and_vars)
     if not pairs:
@@ -36,14 +54,8 @@ def checked(grads_and_vars: Iterable[Any], getter: CustomGetter, without_getter:
             raise TypeError(
                 f"`grads_and_vars` must hold (gradient, variable) pairs. Received: {type(pair).__name__}, {pair!r}"
             )
-    trained = trained_by(pairs)
-    if not trained:
+    if not trained_by(pairs):
         raise ValueError(f"There is no gradient for any variable: {[v.name for _, v in pairs]}")
-    if without_getter:
-        getter.adopt(trained)
-    for variable in trained if without_getter else [variable for _, variable in pairs]:
-        if variable.ref() not in getter.own:
-            reference_of(variable, getter)
     return pairs
 
 

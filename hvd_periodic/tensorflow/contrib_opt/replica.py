@@ -76,6 +76,7 @@ class GraphOuterOptimizer(VariableOuterOptimizer):
     def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
         """Create the variables of the optimizer outside of conditionals."""
         self._center, self._gradient = center, gradient
+        self._owned = [owner for owner, _, _ in center.layout.sources]
         self._moved.create(center.tensors())
 
     @property
@@ -96,7 +97,7 @@ class GraphOuterOptimizer(VariableOuterOptimizer):
         }
 
     def step(self, without: Set[int] = frozenset()) -> None:
-        """Apply the gradient to the center."""
+        """Apply the gradient to the center; the centers ``without`` a gradient keep their values and slots."""
         values = self._values
         if not self.is_in_session:
             super().step(without)
@@ -106,8 +107,10 @@ class GraphOuterOptimizer(VariableOuterOptimizer):
         variables = [*self._center.tensors(), *self.state_variables()]
         arrays = [values.read(variable).reshape(variable.shape.as_list()) for variable in variables]
         gradients = [values.read(gradient).reshape(gradient.shape.as_list()) for gradient in self._gradient.tensors()]
-        for variable, array in zip(variables, self._stepped(arrays, gradients), strict=True):
-            values.write(variable, np.asarray(array).reshape(-1))
+        owners = self._owned * (1 + len(self._moved.optimizer.get_slot_names()))
+        for i, (variable, array) in enumerate(zip(variables, self._stepped(arrays, gradients), strict=True)):
+            if i >= len(owners) or owners[i] not in without:
+                values.write(variable, np.asarray(array).reshape(-1))
 
     def _stepped(self, arrays: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Take a step in Python; ``arrays`` and the result hold the centers, then the state."""

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import require_int, spelled
-from hvd_periodic.buffers import AVERAGE, BROADCAST, LOCAL, PolicyArgument
+from hvd_periodic.buffers import PARAMETERS
 from hvd_periodic.centers import placement_of
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.schedules import Schedule, as_schedule
@@ -21,9 +21,6 @@ from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import gradient_group_of, plain
 from hvd_periodic.tensorflow.contrib_opt.options import SessionOptions
 from hvd_periodic.wires import as_wire
-
-PARAMETERS = PolicyArgument("parameters", "trained variable", (AVERAGE, BROADCAST, LOCAL))
-"""The policies of sessions, whose graphs fix which variables have gradients, and which do not see rows."""
 
 
 def spelled_as(cls: str) -> AbstractContextManager[None]:

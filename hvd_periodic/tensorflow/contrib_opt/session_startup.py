@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvd_periodic.centers.untouched_rows import UntouchedRows
 from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.sync.startup import LoadStatus, Start, decide, parameters_replaced
 from hvd_periodic.tensorflow.contrib_opt.branches import (
@@ -142,6 +143,9 @@ class SessionStartup:
         self._unsent = [variable for variables in unsent for variable in variables]
         """The error feedback of this rank, which no other rank takes over."""
         others |= {variable.ref() for variable in self._unsent}
+        untouched = untouched_in(synchronizer)
+        self._marks = [] if untouched is None else untouched.marks.tensors()
+        """Of touched rows; a session does not know whose values since the last exchange a checkpoint has given it."""
         self._own = [v for v in (*own, *found) if can_be_sent(v) and v.ref() not in others]
 
     def replaced(self, start_centers: Callable[[], Assigned]) -> tf.Tensor:
@@ -162,7 +166,10 @@ class SessionStartup:
             given = tf.cond(from_root, branch(self._give), nothing)
             with tf.control_dependencies([given]):
                 centered = tf.cond(from_parameters, branch(start_centers), nothing)
-            with tf.control_dependencies([centered]), tf.control_dependencies([self._first.finish()]):
+            with tf.control_dependencies([centered]):
+                marked = [marks.assign(tf.ones_like(marks)) for marks in self._marks]
+                finished = self._first.finish()
+            with tf.control_dependencies([*marked, finished]):
                 return tf.identity(replaced)
 
         with control_flow_v1():
@@ -235,6 +242,11 @@ class SessionStartup:
             store.write(bucket, value)
         with tf.control_dependencies(store.tensors()):
             return store.assign()
+
+
+def untouched_in(synchronizer: VariableSynchronizer) -> UntouchedRows[Any] | None:
+    """Return what is known of the rows of tables that no gradient has reached; None except in elastic averaging."""
+    return synchronizer.tensor_groups.parameters.error_feedback.untouched
 
 
 def digest_of(tensors: Sequence[Any], chosen: Callable[[], Sequence[bool]] | None = None) -> tf.Tensor:
