@@ -101,6 +101,8 @@ def test_the_largest_are_those_of_a_stable_sort(length: int, count: int, floor: 
             np.sort(random.standard_normal(length)),
             np.where(np.arange(length) < count + 1, -3.0, 0.125),
             np.full(length, 0.25),
+            np.full(length, -0.75),
+            np.where(random.random(length) < 0.01, random.standard_normal(length), 0.75),
             np.zeros(length),
         ]
     ).astype("f4")
