@@ -16,6 +16,7 @@ import torch.distributed
 from torch import nn
 
 import hvd_periodic.torch as hvdp
+from tests.benchmarks.encoding import WIRES
 
 
 class Task(Protocol):
@@ -69,20 +70,26 @@ def every_step(task: Task, model: nn.Module, period: int) -> Method:
     return counted(model, partial(local_step, task, model, optimizer))
 
 
+def trained(task: Task, model: nn.Module, **keywords: Any) -> Method:
+    """Return one of ours, with the keywords of its optimizer."""
+    optimizer = hvdp.PeriodicOptimizer(task.optimizer(model), model, **keywords)
+    synchronizer = optimizer.synchronizer
+    return Method(
+        partial(local_step, task, model, optimizer),
+        synchronizer.land,
+        optimizer.center,
+        lambda: synchronizer.counters.bytes_sent,
+    )
+
+
 def periodic(algorithm: Callable[[], hvdp.Algorithm], **options: Any) -> Make:
     """Return what makes one of ours."""
+    return lambda task, model, period: trained(task, model, algorithm=algorithm(), period=period, **options)
 
-    def make(task: Task, model: nn.Module, period: int) -> Method:
-        optimizer = hvdp.PeriodicOptimizer(task.optimizer(model), model, algorithm(), period, **options)
-        synchronizer = optimizer.synchronizer
-        return Method(
-            partial(local_step, task, model, optimizer),
-            synchronizer.land,
-            optimizer.center,
-            lambda: synchronizer.counters.bytes_sent,
-        )
 
-    return make
+def sparse_loco(**options: Any) -> Make:
+    """Return what makes SparseLoCo."""
+    return lambda task, model, period: trained(task, model, **hvdp.sparse_loco(period), **options)
 
 
 def over(library: Callable[[], Any], algorithm: Callable[[], hvdp.Algorithm], **options: Any) -> Make:
@@ -195,6 +202,12 @@ def _free_port() -> int:
 
 INT8 = hvdp.Compression.int8
 
+COMPRESSED: dict[str, Make] = {
+    f"averaging, {name}, overlap": periodic(hvdp.Averaging, compression=wire, overlap="period")
+    for name, wire in WIRES.items()
+}
+"""Each encoding of messages, by name."""
+
 METHODS: dict[str, Make] = {
     "Horovod DistributedOptimizer": every_step,
     "torch DistributedDataParallel": distributed_data_parallel,
@@ -210,5 +223,6 @@ METHODS: dict[str, Make] = {
     "averaging, overlap, by hand": overlapped_by_hand,
     "averaging, int8": periodic(hvdp.Averaging, compression=INT8),
     "averaging, int8, 2 fragments, overlap": periodic(hvdp.Averaging, compression=INT8, fragments=2, overlap="period"),
+    **COMPRESSED,
 }
 """By name."""
