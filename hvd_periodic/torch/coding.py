@@ -92,12 +92,12 @@ class TensorCoding(Coding[torch.Tensor]):
         return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)).abs_()
 
     def at_least(self, x: torch.Tensor, limit: float) -> torch.Tensor:
-        """Return ``x`` with smaller elements replaced by the limit."""
-        return x.clamp_min(limit)
+        """Return ``x`` with smaller elements replaced by the limit; overwrites ``x``."""
+        return x.clamp_min_(limit)
 
     def above(self, x: torch.Tensor, floor: float) -> torch.Tensor:
-        """Return ``x``, with 0 where the magnitude is not larger than the floor."""
-        return torch.nn.functional.hardshrink(x, floor)
+        """Return magnitudes, with 0 where they are not larger than the floor; may overwrite ``x``."""
+        return torch.nn.functional.threshold_(x, floor, 0.0)
 
     def count(self, x: torch.Tensor) -> torch.Tensor:
         """Return the number of ones in every row."""
@@ -172,7 +172,7 @@ class TensorCoding(Coding[torch.Tensor]):
         """Return the indices of the largest magnitudes of every row; of equal ones, the first."""
         if x.is_cpu:
             return torch.from_numpy(np.asarray(_OF_ARRAYS.largest(x.detach().numpy(), count, floor)))
-        magnitudes = self.above(x, floor).abs_()
+        magnitudes = self.above(x.abs(), floor)
         least = magnitudes.topk(count).values[:, -1:]
         chosen = magnitudes >= least
         if int(chosen.count_nonzero()) > x.shape[0] * count:

@@ -102,12 +102,13 @@ class Coding(Generic[V]):
         return cast(V, np.abs(x).max(axis=-1, keepdims=True))
 
     def at_least(self, x: Any, limit: float) -> V:
-        """Return ``x`` with smaller elements replaced by the limit."""
-        return cast(V, np.maximum(x, limit))
+        """Return ``x`` with smaller elements replaced by the limit; overwrites ``x``."""
+        return cast(V, np.maximum(x, limit, out=x))
 
     def above(self, x: Any, floor: float) -> V:
-        """Return ``x``, with 0 where the magnitude is not larger than the floor."""
-        return cast(V, x * (np.abs(x) > floor).astype(np.float32))
+        """Return magnitudes, with 0 where they are not larger than the floor; may overwrite ``x``."""
+        larger = x > floor
+        return cast(V, x if larger.all() else x * larger.astype(np.float32))
 
     def count(self, x: Any) -> V:
         """Return the number of ones in every row of zeros and ones in float32, as an axis of length 1."""
