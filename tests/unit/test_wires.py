@@ -186,9 +186,9 @@ def test_bytes_of_a_million_elements() -> None:
     ],
 )
 def test_bytes_are_those_of_the_documents(name: str, wire: Any) -> None:
-    """Of a rank of two, four and sixteen; a hundredth of 2^20 is not a whole number of elements."""
+    """Of a rank of two, four and sixteen; of top-k, ``traffic`` knows the bytes of a sample."""
     page = (Path(__file__).parents[2] / "docs/guides/overlap.md").read_text()
     table = page.partition("| `compression=` | n = 2 | n = 4 | n = 16 |")[2]
     row = next(line for line in table.splitlines() if line.startswith(f"| {name} | "))
     stated = [int(cell.replace(",", "")) for cell in row.split("|")[2:5]]
-    assert [wire.traffic(n, 4 * 2**20)[1] for n in (2, 4, 16)] == pytest.approx(stated, rel=1e-4)
+    assert [wire.traffic(n, 4 * 2**20)[1] for n in (2, 4, 16)] == pytest.approx(stated, rel=2e-3 if "0.01" in name else 1e-9)
