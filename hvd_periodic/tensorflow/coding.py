@@ -26,7 +26,7 @@ _WORDS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 class GraphCoding(Coding[Any]):
     """Coding of tensors with static shapes, in a graph or eagerly."""
 
-    def at_once(self, x: Any) -> int | None:
+    def at_once(self, x: Any, elements: int) -> int | None:
         """Return None: working in parts would make graphs larger."""
         return None
 

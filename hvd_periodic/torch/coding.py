@@ -30,9 +30,14 @@ _OF_ARRAYS: Coding[np.ndarray[Any, Any]] = Coding()
 class TensorCoding(Coding[torch.Tensor]):
     """The operations of wires on tensors on any device."""
 
-    def at_once(self, x: torch.Tensor) -> int | None:
-        """Return how many elements fit into the host's cache; None on a GPU, which processes all at once."""
-        return BLOCK if x.is_cpu else None
+    def at_once(self, x: torch.Tensor, elements: int) -> int | None:
+        """Return the best number per call on the host; None on a GPU, which processes all at once.
+
+        A call of PyTorch takes microseconds, which weigh more than the farther cache that large blocks need. But the
+        C library keeps only twice the largest memory that was freed, here that of a decoded message: the intermediate
+        results of blocks of more than a quarter of it would be returned to the system, and fetched again.
+        """
+        return min(max(BLOCK, elements // 4), 4 * BLOCK) if x.is_cpu else None
 
     def cast(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         """Return the tensor in another type, or the tensor itself if it already has that type."""

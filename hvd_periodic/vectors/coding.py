@@ -39,8 +39,8 @@ class Coding(Generic[V]):
         bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
         return cast(V, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
 
-    def at_once(self, x: Any) -> int | None:
-        """Return the best number of elements per call of a verb; None: all.
+    def at_once(self, x: Any, elements: int) -> int | None:
+        """Return the best number of elements per call of a verb, of so many; None: all. ``x`` tells where they are.
 
         Intermediate results then stay in the processor's cache.
         """
