@@ -102,7 +102,7 @@ class TensorCoding(Coding[torch.Tensor]):
 
     def above(self, x: torch.Tensor, floor: float) -> torch.Tensor:
         """Return magnitudes, with 0 where they are not larger than the floor; may overwrite ``x``."""
-        return torch.nn.functional.threshold_(x, floor, 0.0)
+        return torch.threshold_(x, floor, 0.0)
 
     def count(self, x: torch.Tensor) -> torch.Tensor:
         """Return the number of ones in every row."""

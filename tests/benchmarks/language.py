@@ -200,11 +200,10 @@ def main() -> None:
 def tell(found: dict[str, list[Seen]], arguments: argparse.Namespace) -> None:
     """Print what was seen; write and draw it, where that is wanted."""
     title = f"{hvd.size()} workers, {arguments.steps} steps, period {arguments.period}"
-    alone = found[ALONE][-1].seconds if ALONE in found else math.nan
-    rows = [
-        (name, f"{last.bits:.3f}", f"{last.megabytes:.2f}", f"{last.seconds:.1f}", f"{alone / last.seconds:.2f}")
-        for name, (*_, last) in found.items()
-    ]
+    rows = []
+    for name, (*_, last) in found.items():
+        ratio = f"{found[ALONE][-1].seconds / last.seconds:.2f}" if ALONE in found else ""
+        rows.append((name, f"{last.bits:.3f}", f"{last.megabytes:.2f}", f"{last.seconds:.1f}", ratio))
     report.show(title, ("method", "bits per character", "MB sent", "seconds", "steps/s"), rows)
     panels = {
         "megabytes sent by a worker": {

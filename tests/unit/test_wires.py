@@ -191,4 +191,6 @@ def test_bytes_are_those_of_the_documents(name: str, wire: Any) -> None:
     table = page.partition("| `compression=` | n = 2 | n = 4 | n = 16 |")[2]
     row = next(line for line in table.splitlines() if line.startswith(f"| {name} | "))
     stated = [int(cell.replace(",", "")) for cell in row.split("|")[2:5]]
-    assert [wire.traffic(n, 4 * 2**20)[1] for n in (2, 4, 16)] == pytest.approx(stated, rel=2e-3 if "0.01" in name else 1e-9)
+    assert [wire.traffic(n, 4 * 2**20)[1] for n in (2, 4, 16)] == pytest.approx(
+        stated, rel=2e-3 if "0.01" in name else 1e-9
+    )
