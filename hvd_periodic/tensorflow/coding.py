@@ -26,7 +26,7 @@ _WORDS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 class GraphCoding(Coding[Any]):
     """Coding of tensors with static shapes, in a graph or eagerly."""
 
-    def at_once(self, x: Any) -> int | None:
+    def at_once(self, x: Any, elements: int) -> int | None:
         """Return None: working in parts would make graphs larger."""
         return None
 
@@ -83,8 +83,8 @@ class GraphCoding(Coding[Any]):
         return tf.maximum(x, tf.constant(limit, x.dtype))
 
     def above(self, x: Any, floor: float) -> Any:
-        """Return ``x``, with 0 where the magnitude is not larger than the floor."""
-        return tf.where(tf.abs(x) > floor, x, tf.zeros([], x.dtype))
+        """Return magnitudes, with 0 where they are not larger than the floor."""
+        return tf.where(x > floor, x, tf.zeros([], x.dtype))
 
     def count(self, x: Any) -> Any:
         """Return the number of ones in every row."""
@@ -160,7 +160,7 @@ class GraphCoding(Coding[Any]):
 
     def largest(self, x: Any, count: int, floor: float = 0.0) -> Any:
         """Return the indices of the largest magnitudes of rows, in ascending order; ties go to the lower index."""
-        return tf.sort(tf.math.top_k(tf.abs(self.above(x, floor)), count).indices)
+        return tf.sort(tf.math.top_k(self.above(tf.abs(x), floor), count).indices)
 
     def take(self, x: Any, places: Any) -> Any:
         """Return the elements of every row at its indices."""

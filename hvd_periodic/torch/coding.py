@@ -30,9 +30,14 @@ _OF_ARRAYS: Coding[np.ndarray[Any, Any]] = Coding()
 class TensorCoding(Coding[torch.Tensor]):
     """The operations of wires on tensors on any device."""
 
-    def at_once(self, x: torch.Tensor) -> int | None:
-        """Return how many elements fit into the host's cache; None on a GPU, which processes all at once."""
-        return BLOCK if x.is_cpu else None
+    def at_once(self, x: torch.Tensor, elements: int) -> int | None:
+        """Return the best number per call on the host; None on a GPU, which processes all at once.
+
+        A call of PyTorch takes microseconds, which weigh more than the farther cache that large blocks need. But the
+        C library keeps only twice the largest memory that was freed, here that of a decoded message: the intermediate
+        results of blocks of more than a quarter of it would be returned to the system, and fetched again.
+        """
+        return min(max(BLOCK, elements // 4), 4 * BLOCK) if x.is_cpu else None
 
     def cast(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         """Return the tensor in another type, or the tensor itself if it already has that type."""
@@ -92,12 +97,12 @@ class TensorCoding(Coding[torch.Tensor]):
         return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)).abs_()
 
     def at_least(self, x: torch.Tensor, limit: float) -> torch.Tensor:
-        """Return ``x`` with smaller elements replaced by the limit."""
-        return x.clamp_min(limit)
+        """Return ``x`` with smaller elements replaced by the limit; overwrites ``x``."""
+        return x.clamp_min_(limit)
 
     def above(self, x: torch.Tensor, floor: float) -> torch.Tensor:
-        """Return ``x``, with 0 where the magnitude is not larger than the floor."""
-        return torch.nn.functional.hardshrink(x, floor)
+        """Return magnitudes, with 0 where they are not larger than the floor; may overwrite ``x``."""
+        return torch.threshold_(x, floor, 0.0)
 
     def count(self, x: torch.Tensor) -> torch.Tensor:
         """Return the number of ones in every row."""
@@ -172,7 +177,7 @@ class TensorCoding(Coding[torch.Tensor]):
         """Return the indices of the largest magnitudes of every row; of equal ones, the first."""
         if x.is_cpu:
             return torch.from_numpy(np.asarray(_OF_ARRAYS.largest(x.detach().numpy(), count, floor)))
-        magnitudes = self.above(x, floor).abs_()
+        magnitudes = self.above(x.abs(), floor)
         least = magnitudes.topk(count).values[:, -1:]
         chosen = magnitudes >= least
         if int(chosen.count_nonzero()) > x.shape[0] * count:

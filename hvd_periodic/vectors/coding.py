@@ -19,6 +19,9 @@ BLOCK = 128 * 2**10
 _GROUP = 16
 """Elements of a group, of which only the largest is compared with others at first."""
 
+_MANY = 4
+"""So many candidates for each element that is chosen are many: there are about 1.2 if few elements are equal."""
+
 _LARGEST = {"f2": 65504.0, "bf2": 3.3895313892515355e38}
 
 
@@ -36,8 +39,8 @@ class Coding(Generic[V]):
         bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
         return cast(V, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
 
-    def at_once(self, x: Any) -> int | None:
-        """Return the best number of elements per call of a verb; None: all.
+    def at_once(self, x: Any, elements: int) -> int | None:
+        """Return the best number of elements per call of a verb, of so many; None: all. ``x`` tells where they are.
 
         Intermediate results then stay in the processor's cache.
         """
@@ -99,12 +102,13 @@ class Coding(Generic[V]):
         return cast(V, np.abs(x).max(axis=-1, keepdims=True))
 
     def at_least(self, x: Any, limit: float) -> V:
-        """Return ``x`` with smaller elements replaced by the limit."""
-        return cast(V, np.maximum(x, limit))
+        """Return ``x`` with smaller elements replaced by the limit; overwrites ``x``."""
+        return cast(V, np.maximum(x, limit, out=x))
 
     def above(self, x: Any, floor: float) -> V:
-        """Return ``x``, with 0 where the magnitude is not larger than the floor."""
-        return cast(V, x * (np.abs(x) > floor).astype(np.float32))
+        """Return magnitudes, with 0 where they are not larger than the floor; may overwrite ``x``."""
+        larger = x > floor
+        return cast(V, x if larger.all() else x * larger.astype(np.float32))
 
     def count(self, x: Any) -> V:
         """Return the number of ones in every row of zeros and ones in float32, as an axis of length 1."""
@@ -253,7 +257,7 @@ def _largest(x: Any, count: int, floor: float) -> Any:
     The elements of a row are put into groups. As many groups as are to be chosen have a largest element that reaches
     the least of these maxima: the rows of few candidates above it are searched, instead of all elements. If that least
     maximum counts as 0, the candidates are the elements that do not, and the first of the row: zeros that are chosen
-    are among these.
+    are among these. Of many elements that are equal to the least maximum, only the first can be chosen.
     """
     rows, length = x.shape
     magnitudes = np.abs(x)
@@ -268,10 +272,13 @@ def _largest(x: Any, count: int, floor: float) -> Any:
         among[:, :count] |= few
     else:
         among = magnitudes >= least
-    found = np.flatnonzero(among)
+    found, starts = _places(among)
+    if np.diff(starts).max() > _MANY * count:
+        among = _first_of_equal(among, magnitudes == least, count)
+        found, starts = _places(among)
     values = magnitudes.reshape(-1)[found]
     values[values <= floor] = 0
-    counts = np.diff(np.searchsorted(found, length * np.arange(rows + 1)))
+    counts = np.diff(starts)
     taken = np.arange(counts.max()) < counts[:, None]
     candidates = np.full(taken.shape, -1, np.float32)
     candidates[taken] = values
@@ -282,6 +289,28 @@ def _largest(x: Any, count: int, floor: float) -> Any:
         chosen &= larger | (np.cumsum(chosen & ~larger, axis=1) <= count - larger.sum(axis=1, keepdims=True))
     places = found[chosen[taken]].reshape(rows, count) - length * np.arange(rows)[:, None]
     return places.astype(np.int32)
+
+
+def _places(flags: Any) -> tuple[Any, Any]:
+    """Return the places of the ones in the memory of rows, and how many of them come before each row and in all."""
+    rows, length = flags.shape
+    found = np.flatnonzero(flags)
+    return found, np.searchsorted(found, length * np.arange(rows + 1))
+
+
+def _first_of_equal(among: Any, equal: Any, count: int) -> Any:
+    """Return the candidates without those that follow ``count`` others, in the same row, to which they are equal.
+
+    Example:
+        >>> _first_of_equal(np.array([[1, 1, 0, 1, 1]], bool), np.array([[1, 1, 0, 0, 1]], bool), 2).astype(int)
+        array([[1, 1, 0, 1, 0]])
+    """
+    equal &= among
+    found, starts = _places(equal)
+    first = starts[:-1, None] + np.arange(count)
+    kept = among ^ equal
+    kept.reshape(-1)[found[first[first < starts[1:, None]]]] = True
+    return kept
 
 
 def _at_rank(x: Any, rank: int) -> Any:

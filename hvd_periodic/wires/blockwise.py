@@ -96,7 +96,8 @@ class Blockwise(Encoded):
     def _ranges(self, coding: Coding[V], rows: V, length: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield the ranges of elements, in whole blocks, that are best computed one after another."""
         count, width = coding.sizes(rows)
-        length, together = width if length is None else length, coding.at_once(rows)
+        length = width if length is None else length
+        together = coding.at_once(rows, count * length)
         step = length if together is None else max(together // (count * self.block), 1) * self.block
         for start in range(0, length, step):
             yield start, min(start + step, length)

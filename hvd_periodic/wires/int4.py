@@ -33,7 +33,7 @@ class Int4(Blockwise):
         (6, array([[1.4, 0.4, 0. ]], dtype=float32))
     """
 
-    coding_seconds: ClassVar[float] = 3.4e-9
+    coding_seconds: ClassVar[float] = 1.2e-9
     bits: ClassVar[int] = 4
 
     def quantize(self, coding: Coding[V], blocks: V, length: int) -> tuple[V, V]:

@@ -3,9 +3,10 @@
     bash run_scripts/benchmark_language.sh 100mbit --json results.json --plot results.png
 
 A transformer predicts the next character of the library's source text. Every method takes the same number of samples,
-each worker from a part of the text of its own; a single process takes the batches of all workers at once. The loss is
-that of the center on files that nobody trains on, in bits per character. Time is that of training, until what is under
-way has arrived; evaluation is not counted.
+each worker from a part of the text of its own; a single process takes the batches of all workers at once, and without
+communication each worker takes its own. The loss is that of the center on files that nobody trains on, in bits per
+character; without communication, it is that of the root's own model. Time is that of training, until what is under way
+has arrived; evaluation is not counted. Steps per second are relative to those without communication.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from torch import nn
 
 import hvd_periodic.torch as hvdp
 from tests.benchmarks import methods, report
-from tests.benchmarks.methods import INT8, Make, Method, every_step, periodic
+from tests.benchmarks.methods import COMPRESSED, INT8, Make, Method, every_step, periodic, sparse_loco
+from tests.benchmarks.training import ALONE
 
 SINGLE = "one process"
 
 METHODS: dict[str, Make] = {
     SINGLE: methods.alone,
+    ALONE: methods.alone,
     "Horovod DistributedOptimizer": every_step,
     "averaging": periodic(hvdp.Averaging),
     "averaging, overlap": periodic(hvdp.Averaging, overlap="period"),
@@ -41,6 +44,9 @@ METHODS: dict[str, Make] = {
     "AGN": periodic(hvdp.AGN),
     "DiLoCo": periodic(hvdp.DiLoCo),
     "DiLoCo, int8, 4 fragments, overlap": periodic(hvdp.DiLoCo, compression=INT8, fragments=4, overlap="period"),
+    **COMPRESSED,
+    "SparseLoCo": sparse_loco(),
+    "SparseLoCo, overlap": sparse_loco(overlap="period"),
 }
 """By name."""
 
@@ -194,10 +200,11 @@ def main() -> None:
 def tell(found: dict[str, list[Seen]], arguments: argparse.Namespace) -> None:
     """Print what was seen; write and draw it, where that is wanted."""
     title = f"{hvd.size()} workers, {arguments.steps} steps, period {arguments.period}"
-    rows = [
-        (name, f"{last.bits:.3f}", f"{last.megabytes:.1f}", f"{last.seconds:.1f}") for name, (*_, last) in found.items()
-    ]
-    report.show(title, ("method", "bits per character", "MB sent", "seconds"), rows)
+    rows = []
+    for name, (*_, last) in found.items():
+        ratio = f"{found[ALONE][-1].seconds / last.seconds:.2f}" if ALONE in found else ""
+        rows.append((name, f"{last.bits:.3f}", f"{last.megabytes:.2f}", f"{last.seconds:.1f}", ratio))
+    report.show(title, ("method", "bits per character", "MB sent", "seconds", "steps/s"), rows)
     panels = {
         "megabytes sent by a worker": {
             name: ([each.megabytes for each in seen], [each.bits for each in seen])

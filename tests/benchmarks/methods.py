@@ -16,6 +16,7 @@ import torch.distributed
 from torch import nn
 
 import hvd_periodic.torch as hvdp
+from tests.benchmarks.encoding import WIRES
 
 
 class Task(Protocol):
@@ -69,20 +70,26 @@ def every_step(task: Task, model: nn.Module, period: int) -> Method:
     return counted(model, partial(local_step, task, model, optimizer))
 
 
+def trained(task: Task, model: nn.Module, **keywords: Any) -> Method:
+    """Return one of ours, with the keywords of its optimizer."""
+    optimizer = hvdp.PeriodicOptimizer(task.optimizer(model), model, **keywords)
+    synchronizer = optimizer.synchronizer
+    return Method(
+        partial(local_step, task, model, optimizer),
+        synchronizer.land,
+        optimizer.center,
+        lambda: synchronizer.counters.bytes_sent,
+    )
+
+
 def periodic(algorithm: Callable[[], hvdp.Algorithm], **options: Any) -> Make:
     """Return what makes one of ours."""
+    return lambda task, model, period: trained(task, model, algorithm=algorithm(), period=period, **options)
 
-    def make(task: Task, model: nn.Module, period: int) -> Method:
-        optimizer = hvdp.PeriodicOptimizer(task.optimizer(model), model, algorithm(), period, **options)
-        synchronizer = optimizer.synchronizer
-        return Method(
-            partial(local_step, task, model, optimizer),
-            synchronizer.land,
-            optimizer.center,
-            lambda: synchronizer.counters.bytes_sent,
-        )
 
-    return make
+def sparse_loco(**options: Any) -> Make:
+    """Return what makes SparseLoCo."""
+    return lambda task, model, period: trained(task, model, **hvdp.sparse_loco(period), **options)
 
 
 def over(library: Callable[[], Any], algorithm: Callable[[], hvdp.Algorithm], **options: Any) -> Make:
@@ -195,6 +202,12 @@ def _free_port() -> int:
 
 INT8 = hvdp.Compression.int8
 
+COMPRESSED: dict[str, Make] = {
+    f"averaging, {name}, overlap": periodic(hvdp.Averaging, compression=wire, overlap="period")
+    for name, wire in WIRES.items()
+}
+"""Each encoding of messages, by name."""
+
 EVERY_STEP: dict[str, Make] = {
     "Horovod DistributedOptimizer": every_step,
     "torch DistributedDataParallel": distributed_data_parallel,
@@ -222,20 +235,13 @@ METHODS: dict[str, Make] = {
     BY_HAND: overlapped_by_hand,
     "averaging, int8": periodic(hvdp.Averaging, compression=INT8),
     **_FRAGMENTS,
+    **COMPRESSED,
 }
 """By name."""
 
 _ALGORITHMS = {"elastic averaging": hvdp.EASGD, "averaging": hvdp.Averaging, "AGN": hvdp.AGN, "DiLoCo": hvdp.DiLoCo}
 _LIBRARIES: dict[str, Callable[[], Any]] = {"": lambda: None, ", MPI": mpi, ", Gloo": gloo}
 _MODES: dict[str, dict[str, Any]] = {"": {}, ", overlap": {"overlap": "period"}}
-_WIRES: dict[str, hvdp.Wire] = {
-    "fp16": hvdp.Compression.fp16,
-    "int8": INT8,
-    "int4": hvdp.Compression.int4,
-    "int2": hvdp.Compression.int2,
-    "top-k": hvdp.Compression.topk(0.01),
-    "top-k of chunks": hvdp.Compression.topk(chunk=4096, keep=64),
-}
 
 EXCHANGES: dict[str, Make] = {
     **_OF_TORCH,
@@ -246,11 +252,8 @@ EXCHANGES: dict[str, Make] = {
         for name, algorithm in _ALGORITHMS.items()
         for library, ranks in _LIBRARIES.items()
     },
-    **{
-        f"averaging, {name}{mode}": periodic(hvdp.Averaging, compression=wire, **options)
-        for mode, options in _MODES.items()
-        for name, wire in _WIRES.items()
-    },
+    **{f"averaging, {name}": periodic(hvdp.Averaging, compression=wire) for name, wire in WIRES.items()},
+    **COMPRESSED,
     **_FRAGMENTS,
 }
 """By name; each algorithm with each library, and each wire."""

@@ -41,7 +41,7 @@ def quantized(rows: Array) -> tuple[Array, Array]:
 
 
 @pytest.mark.parametrize(("coding", "made"), codings())
-@pytest.mark.parametrize("shape", [(1, 3), (2, 1025), (1, BLOCK + 1), (3, BLOCK // 2 + 700)])
+@pytest.mark.parametrize("shape", [(1, 3), (2, 1025), (1, 4 * BLOCK + 1), (3, 2 * BLOCK + 700)])
 def test_int8_in_parts(shape: tuple[int, int], coding: Any, made: Any) -> None:
     """Rows that are longer than what is computed at once: the bytes, and the elements, are those of the equation."""
     rows = (np.random.default_rng(0).standard_normal(shape) * [[10.0**i] for i in range(shape[0])]).astype("f4")
@@ -101,6 +101,8 @@ def test_the_largest_are_those_of_a_stable_sort(length: int, count: int, floor: 
             np.sort(random.standard_normal(length)),
             np.where(np.arange(length) < count + 1, -3.0, 0.125),
             np.full(length, 0.25),
+            np.full(length, -0.75),
+            np.where(random.random(length) < 0.01, random.standard_normal(length), 0.75),
             np.zeros(length),
         ]
     ).astype("f4")
@@ -162,6 +164,20 @@ def test_few_bits_of_pytorch_are_those_of_numpy(length: int) -> None:
             assert here.tobytes() == there.numpy().tobytes(), (name, wire)
             back = wire.decode(TensorCoding(), there, length).numpy()
             assert np.array_equal(back, wire.decode(Coding(), here, length)), (name, wire)
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_few_bits_of_pytorch_in_parts_are_those_of_numpy(name: str) -> None:
+    """PyTorch computes larger parts of a row than numpy."""
+    torch = pytest.importorskip("torch")
+    from hvd_periodic.torch.coding import TensorCoding
+
+    row = np.random.default_rng(0).standard_normal((1, 4 * BLOCK + 300)).astype("f4")
+    here = WIRES[name].encode(Coding(), row)
+    there = WIRES[name].encode(TensorCoding(), torch.from_numpy(row))
+    assert np.array_equal(here, there.numpy())
+    back = WIRES[name].decode(TensorCoding(), there, row.size).numpy()
+    assert np.array_equal(back, WIRES[name].decode(Coding(), here, row.size))
 
 
 @pytest.mark.parametrize("length", [1, 7, 1023, 1024, 1025, 3000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -170,3 +171,26 @@ def test_bytes_of_a_million_elements() -> None:
         assert wire.traffic(4, 4 * 2**20, lasting=True) == (3, 2 * sent), name
     wire = Compression.topk(chunk=4096, keep=64)
     assert wire.traffic(4, 4 * 2**20) == (3, 92_160)
+
+
+@pytest.mark.parametrize(
+    ("name", "wire"),
+    [
+        ("`none`", Compression.none),
+        ("`fp16`, `bf16`", Compression.fp16),
+        ("`int8`", Compression.int8),
+        ("`int4`, `e3m0`", Compression.e3m0),
+        ("`int2`", Compression.int2),
+        ("`topk(0.01)`", Compression.topk(0.01)),
+        ("`topk(chunk=4096, keep=64)`", Compression.topk(chunk=4096, keep=64)),
+    ],
+)
+def test_bytes_are_those_of_the_documents(name: str, wire: Any) -> None:
+    """Of a rank of two, four and sixteen; of top-k, ``traffic`` knows the bytes of a sample."""
+    page = (Path(__file__).parents[2] / "docs/guides/overlap.md").read_text()
+    table = page.partition("| `compression=` | n = 2 | n = 4 | n = 16 |")[2]
+    row = next(line for line in table.splitlines() if line.startswith(f"| {name} | "))
+    stated = [int(cell.replace(",", "")) for cell in row.split("|")[2:5]]
+    assert [wire.traffic(n, 4 * 2**20)[1] for n in (2, 4, 16)] == pytest.approx(
+        stated, rel=2e-3 if "0.01" in name else 1e-9
+    )
