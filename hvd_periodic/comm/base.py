@@ -171,12 +171,13 @@ class Communicator(Collectives):
         return None
 
     def settle(self, alike: str = "") -> None:
-        """Raise on this rank, after communication, if it has failed on a rank that acts together with this one.
+        """Raise an error if communication between islands has failed for another rank of this rank's island.
 
-        Between the islands of an elastic job, such are the ranks of an island, which call this equally often.
+        The ranks of an island of an elastic job call this together, after all communication between islands; for other
+        ranks, it does nothing.
 
         Args:
-            alike: what has to be equal on these, in words.
+            alike: a text that has to be equal on the ranks of the island.
 
         Raises:
             RanksLostError: a rank of this island has lost a rank of another.

@@ -76,8 +76,8 @@ class Island:
         texts = {rank: text for rank, (_, text, _) in enumerate(told)}
         if len(set(texts.values())) > 1:
             raise RuntimeError(
-                f"The ranks of an island differ: {by_value(texts)}. All of them load a state, or none, and all call "
-                "commit() equally often"
+                f"The ranks of an island differ: {by_value(texts)}. All of them have to load a state, or none, to call "
+                "commit() equally often, and to report the same loss to a schedule that reads it"
             )
         return any(asked for _, _, asked in told)
 

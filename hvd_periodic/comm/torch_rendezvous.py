@@ -106,6 +106,7 @@ class TorchRendezvous(ElasticJob):
         self._watch: threading.Thread | None = None
         self._ended = threading.Event()
         self._rounds, self._round, self._missed = 0, -1, False
+        self._failures: list[tuple[Any, str]] = []
         self._began = self._over = False
 
     def change_due(self, communicator: Communicator, news: Sequence[tuple[float, int]]) -> Exception | None:
@@ -148,7 +149,7 @@ class TorchRendezvous(ElasticJob):
 
     def _in_rounds(self, function: Function, state: State, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the result of the function, called again in every round."""
-        failures: list[tuple[Any, str]] = []
+        self._failures = []
         returned = False
         while True:
             try:
@@ -181,10 +182,15 @@ class TorchRendezvous(ElasticJob):
                 if self.island is not None:
                     close_world()  # Others with this position wait for this rank.
                     self.island.give_up(error)
-                failures = [*failures, (self._view.members, str(error))][-_IN_VAIN:]
-                if len(failures) == _IN_VAIN and len(set(failures)) == 1:
+                if self._in_vain(error):
                     raise
                 logger.warning("A rank was lost, the others go on: %s", error)
+
+    def _in_vain(self, error: Exception) -> bool:
+        """Return whether rounds of the same workers fail in the same way; the first rank of an island says so."""
+        self._failures = [*self._failures, (self._view.members, str(error))][-_IN_VAIN:]
+        found = len(self._failures) == _IN_VAIN and len(set(self._failures)) == 1
+        return found if self.island is None else self.island.of_first(lambda: found)
 
     @property
     def _view(self) -> View:
@@ -299,12 +305,13 @@ class TorchRendezvous(ElasticJob):
 
     def _end_waits(self, view: View) -> None:
         """End the waits of this worker if nobody can exchange in its round any more."""
-        if not view.lost or self._over or elastic_group() is None:
+        if not view.lost or self._over:
             return
-        if self.island is not None:
+        if self.island is not None:  # Ranks of the island may wait in that round after this one has left it.
             with suppress(RuntimeError):  # The store is down.
                 self._signs.set(self._lost(view.round), b"lost")
-        _end_exchanges()
+        if elastic_group() is not None:
+            _end_exchanges()
 
     def _look(self, own: str, rank: int) -> None:
         """Give signs of life to the first rank of the island, and hear from it that a round is over; in a thread."""

@@ -320,6 +320,7 @@ class Commits:
         }
         if own is not None:
             objects = self._put_back(own, wholes)
+            communicator.settle()  # Before functions of the user's, which may communicate within an island.
             change()
             own = replace(own, states=self._copies())
         for kept in self._kept().values():

@@ -234,4 +234,5 @@ class Planner:
                 f"rank 0, and at {next(a for a in answers if a != answers[0])} elsewhere. It has to be a function of "
                 "the clock alone"
             )
+        self._membership.communicator.settle(f"the next exchange at step {plan.next_exchange}")
         return plan

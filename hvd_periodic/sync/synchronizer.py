@@ -518,6 +518,7 @@ class ReplicaSynchronizer(Generic[V]):
             RuntimeError: centers differ, the message names the ranks; or other ranks are in another call.
         """
         self.center_reader.audit()
+        self.membership.communicator.settle()
 
     def restart_center(self) -> Any:
         """Set the center to the parameters, which must be equal on all ranks, when a synchronous warmup ends.
@@ -541,6 +542,7 @@ class ReplicaSynchronizer(Generic[V]):
         """
         self.center_reader.require_outside_center_block("broadcast")
         self.startup.broadcast_from(self.membership.root_among_all)
+        self.membership.communicator.settle()
 
     @contextmanager
     def center(self) -> Iterator[None]:

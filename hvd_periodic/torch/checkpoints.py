@@ -164,7 +164,8 @@ def _everyone(levels: Sequence[Synchronizer]) -> TrainingGroup:
 def _check(model: Any, optimizer: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module. Received: {type(model).__name__}")
-    require_whole(synchronizer_of(optimizer).replica.sharded)
+    synchronizer = synchronizer_of(optimizer)
+    require_whole(synchronizer.replica.sharded, synchronizer.membership.communicator.between_islands)
 
 
 def has_state(value: Any) -> bool:

@@ -124,7 +124,8 @@ class SaveBestCenter:
         if mode not in ("max", "min"):
             raise ValueError(f"`SaveBestCenter(mode=...)` must be 'max' or 'min'. Received: mode={mode!r}")
         self._synchronizer = synchronizer_of(optimizer)
-        require_whole(self._synchronizer.replica.sharded)
+        between_islands = self._synchronizer.membership.communicator.between_islands
+        require_whole(self._synchronizer.replica.sharded, between_islands)
         self._path, self._model, self._sign = Path(path), model, 1.0 if mode == "max" else -1.0
         self.best: float | None = None
 

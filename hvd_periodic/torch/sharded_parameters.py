@@ -81,13 +81,24 @@ def check_sharded(sharded: Mapping[str, Any], exchanged: Sequence[torch.Tensor],
         )
 
 
-def require_whole(sharded: Mapping[str, Any]) -> None:
-    """Raise a ValueError for a sharded model: the file of one rank would hold only a part of it."""
+def require_whole(sharded: Mapping[str, Any], between_islands: bool) -> None:
+    """Raise a ValueError for a sharded model, since the file of one rank would hold only a part of it, or for islands.
+
+    Args:
+        sharded: the sharded parameters, by name.
+        between_islands: whether the ranks are those of islands of an elastic job, which exchange in several sets of
+            ranks: each of these would write a checkpoint of its own to the same place.
+    """
     if sharded:
         raise ValueError(
             "save(), load() and SaveBestCenter need the whole model on every rank, but this one is sharded: use "
             "torch.distributed.checkpoint within each island, for model, optimizer.inner and "
             "optimizer.synchronizer.state_dict(); or for center_state_dict()"
+        )
+    if between_islands:
+        raise ValueError(
+            "save(), load() and SaveBestCenter do not work in islands of an elastic job, whose ranks exchange in "
+            "several sets: on the first rank of the first island, save center_state_dict() with torch.save"
         )
 
 

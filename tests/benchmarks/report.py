@@ -33,7 +33,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
         table.add_column(column, justify="right" if i else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    Console(width=120).print(table)
+    Console(width=160).print(table)
 
 
 def bars(path: Path | None, title: str, unit: str, values: dict[str, tuple[float, float, float]]) -> None:

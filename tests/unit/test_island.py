@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
+from hvd_periodic import AdaComm, Averaging
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.elastic import RanksLostError
 from hvd_periodic.comm.island import Island
+from hvd_periodic.comm.local import LocalCommunicator
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import errors, run_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -52,7 +56,9 @@ def test_ranks_that_differ() -> None:
         island.settle("commits [0]")
         island.settle(f"commits {[0, 1][: 1 + ranks.rank]}")
 
-    message = r"The ranks of an island differ: commits \[0\] on rank 0; commits \[0, 1\] on rank 1\. All of them load"
+    message = (
+        r"The ranks of an island differ: commits \[0\] on rank 0; commits \[0, 1\] on rank 1\. All of them have to load"
+    )
     for kind, text in errors(2, train):
         assert kind is RuntimeError
         assert re.match(message, text)
@@ -73,3 +79,26 @@ def test_an_error_of_the_first_rank_is_one_of_all() -> None:
         raise TimeoutError(f"on rank {rank}")
 
     assert errors(2, train) == [(TimeoutError, "on rank 0")] * 2
+
+
+class Settled(LocalCommunicator):
+    """A rank that notes what its island compares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def settle(self, alike: str = "") -> None:
+        self.texts.append(alike)
+
+
+def test_next_exchanges_that_a_loss_decides_on_are_compared() -> None:
+    """So that ranks of an island that report different losses raise an error, instead of exchanging at other steps."""
+    ranks, x = Settled(), np.zeros(2)
+    optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, Averaging(), AdaComm(4, 1), process_set=ranks)
+    for step in range(12):
+        optimizer.synchronizer.report(10.0 * 0.5**step)
+        optimizer.step([np.ones(2)])
+    compared = [text for text in ranks.texts if text]
+    assert compared[0] == "the next exchange at step 4"
+    assert len(compared) == optimizer.synchronizer.rounds + 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,10 +24,15 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (  # noqa: E
 
 import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic.cli.main import main  # noqa: E402
+from hvd_periodic.comm import torch_rendezvous  # noqa: E402
+from hvd_periodic.comm.base import Communicator  # noqa: E402
+from hvd_periodic.comm.elastic import RanksLostError  # noqa: E402
+from hvd_periodic.comm.island import Island  # noqa: E402
 from hvd_periodic.comm.rendezvous_settings import RendezvousSettings  # noqa: E402
-from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState  # noqa: E402
+from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState, View  # noqa: E402
 from hvd_periodic.comm.torch_rendezvous import TorchRendezvous  # noqa: E402
 from hvd_periodic.torch.communicator import FRONT_END  # noqa: E402
+from tests.helpers import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -459,6 +467,86 @@ def test_islands_with_several_levels_or_a_sampler(island: None) -> None:
         hvdp.elastic.State(model, inner, sampler=hvdp.elastic.ElasticSampler(range(4)))
     with pytest.raises(RuntimeError, match=r"adopt\(\) is not available between islands"):
         inner.adopt()
+
+
+def test_islands_do_not_save_in_several_sets(island: None, tmp_path: Path) -> None:
+    """Each position in the islands would have a root of its own, which writes to the same files."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvdp.ModelAverageOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 2)
+    for call in (
+        lambda: hvdp.save(tmp_path, model, optimizer),
+        lambda: hvdp.load(tmp_path, model, optimizer),
+        lambda: hvdp.SaveBestCenter(tmp_path / "best.pt", model, optimizer),
+    ):
+        with pytest.raises(ValueError, match="SaveBestCenter do not work in islands of an elastic job"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+class Kept:
+    """The state of a worker that restores nothing."""
+
+    fingerprint: dict[str, Any] = {}  # noqa: RUF012
+
+    def sync(self) -> None:
+        """Resume from nothing."""
+
+    on_reset = forget = sync
+
+
+class InRounds(TorchRendezvous):
+    """An island whose rounds of the rendezvous are made here.
+
+    Args:
+        ranks: of the island.
+        replaced: whether the other island is another one in each round.
+    """
+
+    def __init__(self, ranks: Communicator, replaced: bool) -> None:
+        super().__init__(RendezvousSettings("here", 1))
+        self.island, self._replaced = Island(ranks), replaced
+        self._numbers = itertools.count(1)
+
+    def _next_round(self) -> None:
+        assert self.island is not None
+        self._rounds = number = self.island.of_first(lambda: next(self._numbers))
+        if self.island.is_first:
+            other = f"other {number if self._replaced else 0}"
+            self._state = Mock(view=View("own", number, frozenset({"own", other})))
+
+    def train(self, state: Any) -> None:
+        """Lose the other island five times, always with the same error."""
+        if self._rounds <= 5:
+            raise RanksLostError("A worker gives no sign of life, or has left the others after a loss")
+        raise KeyError("trained")
+
+
+@pytest.mark.parametrize("replaced", [True, False], ids=["others each time", "the same ones"])
+def test_an_island_ends_only_if_rounds_of_the_same_workers_fail(
+    replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first rank alone knows who the others are, and decides for all of its ranks."""
+    monkeypatch.setattr(torch_rendezvous, "island_here", lambda: None)
+    monkeypatch.setattr(torch_rendezvous, "close_world", lambda: None)
+
+    def work(ranks: Communicator) -> tuple[int, str]:
+        job = InRounds(ranks, replaced)
+        with pytest.raises((KeyError, RanksLostError)) as caught:
+            job._in_rounds(job.train, Kept(), (), {})
+        return job._rounds, type(caught.value).__name__
+
+    assert run_ranks(2, work) == [(6, "KeyError") if replaced else (3, "RanksLostError")] * 2
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_an_island_hears_of_a_round_that_its_first_rank_has_left(left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks of it may wait in that round for a worker that is silent."""
+    monkeypatch.setattr(torch_rendezvous, "island_here", Mock)
+    monkeypatch.setattr(torch_rendezvous, "elastic_group", lambda: None if left else object())
+    job = TorchRendezvous(RendezvousSettings("here", 1))
+    job._signs = store = dist.HashStore()
+    job._end_waits(View("own", 3, frozenset({"own", "other"}), lost=True))
+    assert store.check([job._lost(3)])
 
 
 def test_islands_of_another_front_end(island: None) -> None:
