@@ -75,13 +75,17 @@ class PolicyArgument:
 
     def check_patterns(self, given: Policies, names: Sequence[str]) -> None:
         """Raise a ValueError if a pattern matches none of the names."""
-        for pattern in given if isinstance(given, Mapping) else ():
-            if not any(fnmatchcase(name, pattern) for name in names):
-                more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-                raise ValueError(
-                    f"`{self.name}` has a pattern that matches no {self.noun}: {pattern!r}. There are "
-                    f"{', '.join(names[:_LISTED]) or f'no {self.noun}s'}{more}"
-                )
+        for pattern in self.unmatched(given, names):
+            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            raise ValueError(
+                f"`{self.name}` has a pattern that matches no {self.noun}: {pattern!r}. There are "
+                f"{', '.join(names[:_LISTED]) or f'no {self.noun}s'}{more}"
+            )
+
+    def unmatched(self, given: Policies, names: Sequence[str]) -> list[str]:
+        """Return the patterns that match none of the names."""
+        patterns = given if isinstance(given, Mapping) else ()
+        return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
 
     def policy_of(self, given: Policies, name: str, tensor: Any) -> str | None:
         """Return the policy that was asked for one tensor; None if its name decides.

@@ -107,10 +107,10 @@ class Everywhere:
 
     @pytest.fixture(autouse=True)
     def transports_are_not_left_open(self) -> Iterator[None]:
-        """Fail if a thread that serves a center or connections outlives its test, and takes time from later ones."""
+        """Fail if a thread that serves a center, connections or an island outlives its test: it slows later ones."""
         yield
         for thread in threading.enumerate():
-            if thread.name in ("hvd_periodic service", "hvd_periodic connections"):
+            if thread.name in ("hvd_periodic service", "hvd_periodic connections", "hvd_periodic.island"):
                 thread.join(PATIENCE)
                 assert not thread.is_alive(), f"{thread.name} still runs"
 

@@ -25,8 +25,7 @@ class Contribution:
         record: its record.
         rates: learning rates of its tensors, if the algorithm uses them.
         payloads: its replica or message, bucket by bucket.
-        seen: the number of the round that has left the center from which it has formed its message; -1: it does not
-            matter.
+        seen: the number of the round after which it read the center; -1: any.
         norm: the norm of its message before that was encoded; NaN: the holder of the center measures it.
     """
 

@@ -91,7 +91,7 @@ class HubTransport(ServiceTransport):
         round: the last round in which this worker was.
         waited: seconds for which it waited for the close, the way of its messages included.
         message_norm: the norm of the message with which this worker comes, if it measures that; otherwise NaN.
-        asked: number of buckets, the first ones, that workers ask for before they form their messages.
+        fetched_buckets: number of buckets, the first ones, that workers ask for before they form their messages.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class HubTransport(ServiceTransport):
         self.round = Round(0, [], [], 0, moved=False)
         self.waited = 0.0
         self.message_norm = math.nan
-        self.asked = len(parts[0].layout.buckets) if parts[0].asks_for_center else 0
+        self.fetched_buckets = len(parts[0].layout.buckets) if parts[0].asks_for_center else 0
         self.ranks = list(ranks)
         workers = len(self.ranks)
         self.rounds, self.workers, self.dead_ranks, self.root = rounds, workers, dead_ranks, root
@@ -147,10 +147,15 @@ class HubTransport(ServiceTransport):
     ) -> Iterator[np.ndarray]:
         """As :meth:`exchange`, of messages that are formed from the center as it is when the round closes.
 
+        If a round closes without this worker after it has read the center, the worker tries again: it reads the
+        center, forms its message and comes to the next round.
+
         Args:
             exchange: the exchange.
-            form: returns what this worker sends, given the buckets that workers ask for; called again if a round has
-                closed without this worker in the meantime.
+            form: returns what this worker sends, given the buckets that workers ask for; called at every try.
+
+        Raises:
+            RuntimeError: no round closes any more.
         """
         self.waited = 0.0
         while True:
@@ -187,7 +192,7 @@ class HubTransport(ServiceTransport):
         """Return the number of the last round, and the buckets that workers ask for."""
         if self._rank == self.root:
             return self._hub.see()
-        number, centers = np.empty(1, np.int64), [empty(bucket) for bucket in self._buckets[: self.asked]]
+        number, centers = np.empty(1, np.int64), [empty(bucket) for bucket in self._buckets[: self.fetched_buckets]]
         answers = [self._replies.receive(number, self.root, ANSWER)]
         answers += [self._replies.receive(out, self.root, payload_tag(i) + 1) for i, out in enumerate(centers)]
         self._request(self.root, _SEE)
@@ -237,9 +242,9 @@ class HubTransport(ServiceTransport):
         self._wait([*sending, answer])
 
         def pulled() -> Iterator[np.ndarray]:
-            asked = self.asked
-            buffers = [empty(bucket) for bucket in self._buckets[asked : self._count]] if verdict[0] in _PULLS else []
-            tags = (payload_tag(i) + 1 for i in range(asked, self._count))
+            rest = range(self.fetched_buckets, self._count)
+            buffers = [empty(self._buckets[i]) for i in rest] if verdict[0] in _PULLS else []
+            tags = (payload_tag(i) + 1 for i in rest)
             receiving = [self._replies.receive(out, self.root, tag) for out, tag in zip(buffers, tags, strict=False)]
             for request, out in zip(receiving, buffers, strict=True):
                 self._wait([request])
@@ -336,8 +341,8 @@ class Hub(Service):
         """Return the number of the last round, and the buckets of the center that workers ask for."""
         with self._lock:
             exchange = Exchange(self._transport.workers, period=1)
-            asked = [self._center.published(i, exchange) for i in range(self._transport.asked)]
-            return self._last_round, asked
+            fetched = [self._center.published(i, exchange) for i in range(self._transport.fetched_buckets)]
+            return self._last_round, fetched
 
     def fail(self, worker: int, text: str) -> None:
         """Let no round close any more, because of a worker."""
@@ -479,13 +484,13 @@ class Hub(Service):
     def _tell(self, worker: int, verdict: Sequence[int], pulled: Sequence[np.ndarray]) -> None:
         words = np.zeros(self._transport.sizes()[1], np.int64)
         words[: len(verdict)] = verdict
-        asked = self._transport.asked  # Workers have these.
+        fetched = self._transport.fetched_buckets  # Workers have these.
         if worker == self._transport.root:
-            self._own = words, [np.array(vector) for vector in pulled[asked:]]
+            self._own = words, [np.array(vector) for vector in pulled[fetched:]]
             self._closed.set()
             return
         self._send(words, worker, ANSWER)
-        for index, vector in enumerate(pulled[asked:], asked):
+        for index, vector in enumerate(pulled[fetched:], fetched):
             self._send(vector, worker, payload_tag(index) + 1)
 
 

@@ -85,6 +85,27 @@ def test_patterns_see_variables_without_gradients() -> None:
     assert synchronizer.replica.present == ["b"]
 
 
+@pytest.mark.parametrize("policy", ["average", "broadcast", "rows"])
+def test_patterns_for_variables_without_gradients_alone_are_refused(policy: str) -> None:
+    """These variables take no part; with a getter they have centers, and with ``"local"`` they are the rank's own."""
+
+    def pass_pairs(getter: Any, parameters: Any) -> None:
+        with tf.Graph().as_default(), tf.variable_scope("", custom_getter=getter):
+            gradient = tf.ones([2, 2])
+            a, b, c = (tf.get_variable(name, initializer=gradient) for name in "abc")
+            local = tf.train.GradientDescentOptimizer(0.5)
+            optimizer = contrib_opt.PeriodicOptimizer(local, 1, getter, DiLoCo(), 2, parameters=parameters)
+            optimizer.apply_gradients([(gradient, a), (None, b), (gradient, c)])
+
+    with pytest.raises(ValueError, match=r"without a gradient in this graph: 'b' matches b.*use 'present' if"):
+        pass_pairs(None, {"b": policy})
+    with pytest.raises(ValueError, match=r"matches no parameter: 'd'\. There are a, c, b"):
+        pass_pairs(None, {"b": policy, "d": "local"})
+    pass_pairs(None, {"[ab]": policy})
+    pass_pairs(None, {"b": "local"})
+    pass_pairs(contrib_opt.PeriodicCustomGetter(""), {"b": policy})
+
+
 def table_of(getter: Any) -> Any:
     start = np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)
     with tf.variable_scope("", custom_getter=getter):

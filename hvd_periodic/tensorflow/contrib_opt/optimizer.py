@@ -30,7 +30,15 @@ from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import SynchronousPh
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
 from hvd_periodic.tensorflow.contrib_opt.initialization import Initialization, SharedCenter
 from hvd_periodic.tensorflow.contrib_opt.local_optimizer import SessionOptimizer
-from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, checked, reference_of, shown, trained_by, with_gradient
+from hvd_periodic.tensorflow.contrib_opt.pairs import (
+    Pairs,
+    check_patterns,
+    checked,
+    reference_of,
+    shown,
+    trained_by,
+    with_gradient,
+)
 from hvd_periodic.tensorflow.contrib_opt.rates import SessionRates, learning_rate_of
 from hvd_periodic.tensorflow.contrib_opt.replica import (
     CenterOptimizer,
@@ -150,12 +158,13 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             exchanged = self._exchanged(pairs)
             if self._without_getter:
                 self._getter.adopt(exchanged)
-            for variable in exchanged if self._without_getter else [variable for _, variable in pairs]:
-                if variable.ref() not in self._getter.own:
-                    reference_of(variable, self._getter)
+            else:
+                for _, variable in pairs:
+                    if variable.ref() not in self._getter.own:
+                        reference_of(variable, self._getter)
             self._require_global_step(global_step)
             with spelled_as(type(self).__name__), tf.device(None), self._getter.paused():
-                return pairs, exchanged, self._synchronizer(exchanged, prefix)
+                return pairs, exchanged, self._synchronizer(pairs, exchanged, prefix)
 
         found = self._getter.found()
         pairs, exchanged, synchronizer = build_on_all(communicator, prefix, construct)
@@ -372,10 +381,10 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             for key in keys
         }
 
-    def _synchronizer(self, variables: Sequence[Any], prefix: str) -> VariableSynchronizer:
+    def _synchronizer(self, pairs: Pairs, variables: Sequence[Any], prefix: str) -> VariableSynchronizer:
         policies = self._participation(variables)
         known = [reference.deref().op.name for reference in (*self._getter.centers, *self._getter.own)]
-        PARAMETERS.check_patterns(self._options["parameters"], [*dict.fromkeys([*policies, *known])])
+        check_patterns(self._options["parameters"], [*dict.fromkeys([*policies, *known])], pairs)
         positions = [i for i, variable in enumerate(variables) if policies[variable.op.name] in EXCHANGED]
         references = [reference_of(variables[i], self._getter) for i in positions]
         following = [v for v in variables if policies[v.op.name] == BROADCAST and math.prod(v.shape)]
@@ -428,8 +437,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             for group in synchronizer.tensor_groups.statistics:
                 if group.name == FROM_ROOT:  # These start as the parameters do.
                     continue
-                pairs = zip(group.center.tensors(), group.values.tensors(), strict=True)
-                self._initialization.buffer_centers += pairs
+                self._initialization.buffer_centers += zip(group.center.tensors(), group.values.tensors(), strict=True)
         return synchronizer
 
 
