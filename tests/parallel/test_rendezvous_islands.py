@@ -171,7 +171,10 @@ def test_an_island_leaves_and_joins_as_one_worker(job: Job) -> None:
     found = [job.stretches(position) for position in range(RANKS)]
     stretches = numbered(found[0])
     assert all(numbered(others) == stretches for others in found), job.output()
-    assert [len(islands) for _, islands in stretches][-2:] == [ISLANDS - 1, ISLANDS], job.output()
+    *_, between, last = [len(islands) for _, islands in stretches]
+    assert last == ISLANDS, job.output()
+    # torchrun may start an island again before the other one has gone on alone.
+    assert between == ISLANDS - 1 or job.scenario.what == "torchrun", job.output()
     assert len({island for _, islands in stretches for island in islands}) == ISLANDS + 1
 
     center, workers = expected(job.scenario.algorithm, stretches)
