@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import hvd_periodic.torch as hvdp
+from tests.parallel.gpu_differences import CLOSE, LOSSY, relative
 from tests.parallel.gpu_findings import Finding, Findings
-from tests.parallel.gpu_habits import CLOSE, LOSSY, relative
 
 PERIOD, KILLED_AT, WAIT_AT, STEPS = 3, 9, 14, 24
 WORKERS = 3

@@ -25,15 +25,10 @@ import hvd_periodic.torch as hvdp
 from hvd_periodic.torch.coding import TensorCoding
 from hvd_periodic.torch.communicator import communicator_of
 from tests.conformance.communicator_contract import check_communicator
+from tests.parallel.gpu_differences import CLOSE, EXACT, LOSSY, mostly, relative
 from tests.parallel.torch_job import hvd
 
 PERIOD, STEPS, SAVED_AT, OVERFLOW_AT = 3, 9, 4, 5
-
-EXACT, LOSSY = 1e-5, 0.05
-"""Relative differences that are rounding: in float32; in 16 bits, or where a quantum more or less may travel."""
-
-CLOSE = 1e-3
-"""What is left of rounding in float32 after several steps of a network."""
 
 COARSE = (
     hvdp.Compression.int4,
@@ -56,17 +51,6 @@ def habit(function: Habit) -> Habit:
     """Register a habit."""
     HABITS[function.__name__.replace("_", " ")] = function
     return function
-
-
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference, as a part of the largest value."""
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
-def mostly(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the difference that 999 of 1000 values do not exceed, as a part of the largest value."""
-    differences = (found - expected).abs().sort().values
-    return float(differences[int(0.999 * (len(differences) - 1))] / expected.abs().max())
 
 
 class Trainer:

@@ -24,8 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 import hvd_periodic.torch as hvdp
 from hvd_periodic import LocalCommunicator
 from tests.parallel import gpu_speed
+from tests.parallel.gpu_differences import EXACT, LOSSY, mostly, relative
 from tests.parallel.gpu_findings import Finding, Findings
-from tests.parallel.gpu_habits import COARSE, CPU, EXACT, HABITS, LOSSY, PERIOD, STEPS, Habit, Rows, mostly, relative
+from tests.parallel.gpu_habits import COARSE, CPU, HABITS, PERIOD, STEPS, Habit, Rows
 from tests.parallel.torch_job import hvd
 
 SHAPES = ((700, 300), (300,), ())
