@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Checks on a machine with an NVIDIA GPU that every path of PyTorch gives the same results as on the CPU, and measures it.
 #
-#   bash run_scripts/gpu_check.sh [--comm torch|horovod|mpi] [--device cpu] [--algorithms NAME...] [--output FOLDER]
+#   bash run_scripts/gpu_check.sh [--comm torch|horovod|mpi|elastic] [--device cpu] [--algorithms NAME...] [--output FOLDER]
 #
 # One rank alone, then two ranks, which share the GPU if there is only one: every algorithm with overlap, fragments,
 # compression and placements of the center against the CPU's result; what users do besides (mixed precision, torch.compile,
-# checkpoints, fully_shard); local steps, in which the host must not wait for the GPU (by PyTorch's profiler); the speed of
+# checkpoints, fully_shard); an elastic job that loses a worker; local steps, in which the host must not wait for the GPU (by PyTorch's profiler); the speed of
 # updates, exchanges, wires, compiled steps, and of training with overlap.
 # Needs a Python with torch (built with CUDA) and numpy, but no set-up: the project's environment if there is one, else the
 # active one. Without --comm, ranks communicate over torch.distributed, then over Horovod and MPI where these are installed.

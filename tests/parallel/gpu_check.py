@@ -4,9 +4,10 @@
 
 Needs a Python with torch (built with CUDA) and numpy; no set-up, no compiler, no network. Two ranks share the GPU if
 there is only one. Ranks communicate over torch.distributed (NCCL; Gloo if they share a GPU, which NCCL refuses); two
-ranks also over Horovod and MPI where these are installed, or one over a Horovod with NCCL if there is one GPU. A job
-that fails or hangs does not end the others. The whole check ends within eight minutes. The exit code is 1 if a result
-differs, a local step waits for the GPU, or a job does not end.
+ranks also over Horovod and MPI where these are installed, or one over a Horovod with NCCL if there is one GPU. Three
+workers of an elastic job lose one, and get another. A job that fails or hangs does not end the others. The whole check
+ends within eight minutes. The exit code is 1 if a result differs, a local step waits for the GPU, or a job does not
+end.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ LAUNCHERS = {
     "mpi": _MPIRUN,
 }
 """Commands that the number of ranks and the program follow."""
+
+ELASTIC = "elastic"
+"""The job that starts its workers itself, and whose number of ranks changes."""
 
 
 def backends() -> list[str]:
@@ -88,7 +92,7 @@ def run(backend: str, ranks: int, arguments: Sequence[str], folder: Path, second
     """Run the program on some ranks; return what is known of the job, its findings included.
 
     Args:
-        backend: key of :data:`LAUNCHERS`.
+        backend: key of :data:`LAUNCHERS`, or :data:`ELASTIC`.
         ranks: number of processes.
         arguments: of the program.
         folder: for the log of the job, and the findings.
@@ -97,9 +101,14 @@ def run(backend: str, ranks: int, arguments: Sequence[str], folder: Path, second
     name = f"{backend}-{ranks}"
     found, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     found.unlink(missing_ok=True)
-    program = ["-m", PROGRAM] if backend == "torch" else [str(ROOT / "tests/parallel/gpu_program.py")]
-    command = [*LAUNCHERS[backend], str(ranks), *program, *arguments, "--findings", str(found)]
-    environment = os.environ | {"HVD_PERIODIC_COMM": backend, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    if backend == ELASTIC:
+        command = [sys.executable, "-m", "tests.parallel.gpu_elastic", *arguments[:2]]
+    else:
+        environment["HVD_PERIODIC_COMM"] = backend
+        program = ["-m", PROGRAM] if backend == "torch" else [str(ROOT / "tests/parallel/gpu_program.py")]
+        command = [*LAUNCHERS[backend], str(ranks), *program, *arguments]
+    command += ["--findings", str(found)]
     started = time.monotonic()
     with log.open("wb") as output:
         job = subprocess.Popen(
@@ -143,7 +152,7 @@ def machine() -> dict[str, Any]:
 def main() -> int:
     """Run all jobs; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--comm", choices=LAUNCHERS, help="default: each that is installed")
+    parser.add_argument("--comm", choices=[*LAUNCHERS, ELASTIC], help="default: each that is installed")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks (default: 1 2)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the check itself")
     parser.add_argument("--algorithms", nargs="+", help="default: all")
@@ -158,8 +167,10 @@ def main() -> int:
     print(", ".join(f"{key} {value}" for key, value in found.items()))
     passed = ["--device", arguments.device]
     passed += ["--algorithms", *arguments.algorithms] if arguments.algorithms else []
-    tried = [arguments.comm] if arguments.comm else backends()
-    left = jobs_of(tried, arguments.ranks, len(found["gpus"]) if arguments.device == "cuda" else None)
+    tried = [arguments.comm] if arguments.comm else [*backends(), ELASTIC]
+    gpus = len(found["gpus"]) if arguments.device == "cuda" else None
+    left = jobs_of([backend for backend in tried if backend != ELASTIC], arguments.ranks, gpus)
+    left += [(ELASTIC, 3)] if ELASTIC in tried else []
     jobs, end = [], time.monotonic() + SECONDS
     while left:
         share = (end - time.monotonic()) / len(left)

@@ -22,17 +22,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import hvd_periodic.torch as hvdp
+from hvd_periodic.torch.coding import TensorCoding
 from hvd_periodic.torch.communicator import communicator_of
 from tests.conformance.communicator_contract import check_communicator
+from tests.parallel.gpu_differences import CLOSE, EXACT, LOSSY, mostly, relative
 from tests.parallel.torch_job import hvd
 
 PERIOD, STEPS, SAVED_AT, OVERFLOW_AT = 3, 9, 4, 5
 
-EXACT, LOSSY = 1e-5, 0.05
-"""Relative differences that are rounding: in float32; in 16 bits, or where a quantum more or less may travel."""
-
-CLOSE = 1e-3
-"""What is left of rounding in float32 after several steps of a network."""
+COARSE = (
+    hvdp.Compression.int4,
+    hvdp.Compression.e3m0,
+    hvdp.Compression.int2,
+    hvdp.Compression.topk(chunk=4096, keep=64),
+)
+"""Encodings of so few bits that rounding, where it decides between two codes, changes a value by much."""
 
 CPU = torch.device("cpu")
 
@@ -47,11 +51,6 @@ def habit(function: Habit) -> Habit:
     """Register a habit."""
     HABITS[function.__name__.replace("_", " ")] = function
     return function
-
-
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference, as a part of the largest value."""
-    return float((found - expected).abs().max() / expected.abs().max())
 
 
 class Trainer:
@@ -128,6 +127,35 @@ def the_communicator(device: torch.device) -> Rows:
 
 
 @habit
+def bytes_of_wires(device: torch.device) -> Rows:
+    """Encodings of the same rows, and what is decoded from them: the number of bytes that differ."""
+    random = torch.Generator().manual_seed(hvd.rank())
+    for wire in (hvdp.Compression.int8, hvdp.Compression.topk(0.01), *COARSE):
+        different = 0
+        for length in (1, 7, 257, 100_003):
+            normal = torch.randn(length, generator=random)
+            exponents = torch.randint(-149, 126, (length,), generator=random)
+            ties = torch.tensor([0, 0.375, 0.5, -0.75, 1.5, -3, 6, 7, -3.5])
+            kinds = [
+                normal,
+                torch.ldexp(normal, exponents).clamp(-3e38, 3e38),
+                ties[torch.randint(len(ties), (length,), generator=random)],
+                torch.full((length,), 0.1),
+                torch.zeros(length),
+            ]
+            for row in kinds:
+                payloads = [wire.encode(TensorCoding(), row[None].to(where)) for where in (device, CPU)]
+                decoded = [wire.decode(TensorCoding(), payload, length) for payload in payloads]
+                for of_device, of_cpu in (payloads, decoded):
+                    different += int((_bytes_of(of_device) != _bytes_of(of_cpu)).sum())
+        yield repr(wire), different, 0
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().cpu().view(torch.uint8).reshape(-1)
+
+
+@habit
 def a_network(device: torch.device) -> Rows:
     """Its parameters are in another order in memory than they are numbered, and its statistics are averaged."""
     ways: dict[str, dict[str, Any]] = {
@@ -139,6 +167,65 @@ def a_network(device: torch.device) -> Rows:
     }
     for name, options in ways.items():
         yield name, relative(Trainer(device, **options).trained(), Trainer(CPU, **options).trained()), CLOSE
+
+
+@habit
+def options_of_exchanges(device: torch.device) -> Rows:
+    """Bounds of norms, decaying errors, ranks that take part in tensors by pattern, quorums."""
+    last = hvd.rank() == hvd.size() - 1
+    sparse = hvdp.sparse_loco(PERIOD)
+    ways: dict[str, dict[str, Any]] = {
+        "bound of messages": {"max_message_norm": 0.05},
+        "bound by the median": {"max_message_norm": "median", "max_mean_norm": 0.05},
+        "weighed by steps": {"weight": "steps"},
+        "SparseLoCo": {"algorithm": lambda: sparse["algorithm"]}
+        | {key: sparse[key] for key in ("compression", "error_decay")},
+        "patterns": {"parameters": {"0.*": "broadcast", "4.bias": "local", "4.*": "present"}},
+        "patterns, sharded": {"parameters": {"4.*": "present"}, "center": "sharded"},
+        "quorum of all": {"quorum": hvd.size(), "grace_seconds": 600.0},
+    }
+    for name, options in ways.items():
+        if "quorum" in options and hvd.size() == 1:
+            continue
+        ends = []
+        for where in (device, CPU):
+            trainer = Trainer(where, **options)
+            if "patterns" in name and last and hvd.size() > 1:  # This rank has no gradients there.
+                forward = trainer.model.forward
+                trainer.forward = lambda x, f=forward: f(x).detach().requires_grad_()
+            ends.append(trainer.trained())
+        difference = mostly if name == "SparseLoCo" else relative
+        yield name, difference(*ends), CLOSE
+
+
+@habit
+def tables_and_pairs(device: torch.device) -> Rows:
+    """Rows of an embedding, with dense and sparse gradients; and complex parameters."""
+    for sparse in (False, True):
+        ends = []
+        for where in (device, CPU):
+            torch.manual_seed(0)
+            table = nn.Embedding(50, 4, sparse=sparse).to(where)
+            local = torch.optim.SGD(table.parameters(), lr=0.1)
+            optimizer = hvdp.PeriodicOptimizer(local, table, hvdp.DiLoCo(), PERIOD, parameters={"*": "rows"})
+            for number in range(STEPS):
+                optimizer.zero_grad()
+                touched = torch.tensor([(3 * hvd.rank() + number) % 20, number], device=where)
+                table(touched).square().sum().backward()
+                optimizer.step()
+            optimizer.finalize()
+            ends.append(table.weight.detach().cpu().double())
+        yield "rows, " + ("sparse" if sparse else "dense"), relative(*ends), EXACT
+    ends = []
+    for where in (device, CPU):
+        pair = nn.Parameter(torch.zeros(300, dtype=torch.complex64, device=where))
+        optimizer = hvdp.PeriodicOptimizer(torch.optim.SGD([pair], lr=0.1), [("pair", pair)], hvdp.EASGD(), PERIOD)
+        for number in range(STEPS):
+            pair.grad = pair.detach() - torch.arange(300, device=where) * (1 + 1j * hvd.rank()) - number
+            optimizer.step()
+        optimizer.finalize()
+        ends.append(torch.view_as_real(pair.detach()).cpu().double())
+    yield "complex", relative(*ends), EXACT
 
 
 @habit
@@ -261,11 +348,26 @@ def fully_sharded(device: torch.device) -> Rows:
 
 @habit
 def asynchronous(device: torch.device) -> Rows:
-    """On one rank, which needs no MPI: vectors go to host memory and back."""
+    """On one rank, against the CPU; on several, what is conserved: vectors go to host memory and back."""
     if hvd.size() == 1:
         for name, algorithm in (("elastic", hvdp.EASGD), ("AGN", hvdp.AGN)):
             ends = [Trainer(where, algorithm, asynchronous=True).trained() for where in (device, CPU)]
             yield name, relative(*ends), CLOSE
+    else:
+        x, points = nn.Parameter(torch.zeros(1000, device=device)), torch.arange(1000) / 1000
+        local = torch.optim.SGD([x], lr=0.1)
+        optimizer = hvdp.ElasticAverageOptimizer(local, [("x", x)], PERIOD, moving_rate=0.25, asynchronous=True)
+        for number in range(10 * PERIOD):
+            x.grad = -(points + hvd.rank() + number % 2).to(device)
+            optimizer.step()
+        hvd.barrier()  # Workers are at rest.
+        replica = x.detach().cpu().double()
+        with optimizer.center():
+            center = x.detach().cpu().double()
+        found = torch.stack(hvd.allgather_object(replica, name="replicas")).sum(0) + center
+        moves = [PERIOD * (points.double() + rank + 0.5) for rank in range(hvd.size())]
+        yield "conservation", relative(found, torch.stack(moves).sum(0)), EXACT
+        optimizer.finalize()
 
 
 @habit

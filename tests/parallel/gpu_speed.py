@@ -41,6 +41,10 @@ WIRES = {
     "fp16": hvdp.Compression.fp16,
     "bf16": hvdp.Compression.bf16,
     "int8": hvdp.Compression.int8,
+    "int4": hvdp.Compression.int4,
+    "e3m0": hvdp.Compression.e3m0,
+    "int2": hvdp.Compression.int2,
+    "topk, 64 of 4096": hvdp.Compression.topk(chunk=4096, keep=64),
     "topk, 1 %": hvdp.Compression.topk(0.01),
 }
 NEVER = 10**6

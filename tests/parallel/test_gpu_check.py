@@ -29,10 +29,21 @@ def test_gpu_check(launcher: str) -> None:
     rows = dict(re.findall(r"^(.+): (\S+), allowed \S+$", output, re.MULTILINE))
     paths = [", ".join(filter(None, (name, way))) for name in ("average", "AGN") for way in gpu_program.WAYS]
     assert list(rows)[: len(paths)] == paths
-    assert all(float(rows[path]) == 0 for path in paths)
+    assert all(float(rows[name]) == 0 for name in rows if name != "asynchronous, conservation")
+    assert float(rows["asynchronous, conservation"]) < 1e-5
     habits = [name for name in HABITS if any(row.startswith(name) for row in rows)]
-    needed = {"asynchronous": False, "fully sharded": launcher == "torchrun"}
+    needed = {"fully sharded": launcher == "torchrun"}
     assert habits == [name for name in HABITS if needed.get(name, True)]
+
+
+@pytest.mark.thorough
+def test_an_elastic_job_of_the_gpu_check() -> None:
+    output = start("python", 1, ["-m", "tests.parallel.gpu_elastic", "--device", "cpu"], 240)
+    assert output.splitlines() == [
+        "DiLoCo, overlap: 0, allowed 1e-03",
+        "elastic, int8: 0, allowed 5e-02",
+        "averaging, sharded: 0, allowed 1e-03",
+    ]
 
 
 def test_gpu_check_fails_where_a_path_differs() -> None:
@@ -123,4 +134,4 @@ def test_one_rank_is_tried_once_and_two_over_everything_that_is_installed(
     )
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--device", "cpu", "--output", str(tmp_path)])
     assert gpu_check.main() == 0
-    assert jobs == [("torch", 1), ("torch", 2), ("horovod", 2), ("mpi", 2)]
+    assert jobs == [("torch", 1), ("torch", 2), ("horovod", 2), ("mpi", 2), ("elastic", 3)]
