@@ -37,7 +37,7 @@ def test_gpu_check(launcher: str) -> None:
 
 def test_gpu_check_fails_where_a_path_differs() -> None:
     program = "import sys; from tests.parallel import gpu_program as check; check.LOSSY = -1; check.HABITS.clear(); "
-    program += "sys.exit(check.main())"
+    program += "check.WAYS = {'': {}, 'int8': check.WAYS['int8']}; sys.exit(check.main())"
     with pytest.raises(AssertionError, match=r"Exit 1: (?s:.*)failed: average, int8"):
         start("python", 1, ["-c", program, *CHECK_ON_CPU], 120, "torch")
 
