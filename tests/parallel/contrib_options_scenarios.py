@@ -213,10 +213,10 @@ def fragments() -> Any:
     """Two parts, one after another within a period; also in 8 bits, and of ranks that count differently."""
     two = {"fragments": 2}
     return all_beside(
-        ("easgd_rho", "easgd_rho", False, 3, two),
         ("weighed", "average", True, Piecewise({0: 2, 4: 5}), {**two, "weight": 1.0 + hvd.rank()}),
         *repeated(
             ("average", "average", False, 5, {**two, "compression": Compression.int8}),
+            ("easgd_rho", "easgd_rho", False, 3, two),
             *(("easgd", "easgd", True, 4, two), ("agn", "agn", True, 4, two)),
         ),
     )
@@ -227,9 +227,11 @@ def other_algorithms() -> Any:
     """With their own vectors beside the center, an optimizer that moves it, and options."""
     return all_beside(
         ("slowmo", "slowmo", True, 3, {"fragments": 2}),
-        ("bmuf", "bmuf", False, 2, {"weight": 1.0 + hvd.rank()}),
         ("outer", "diloco", False, 4, {"outer": (0.5, 0.25), "fragments": 2}),
-        *repeated(("agn", "agn", True, 4, {"outer": (0.25, 0.5)}), ("diloco", "diloco", True, 3, {})),
+        *repeated(
+            ("bmuf", "bmuf", False, 2, {"weight": 1.0 + hvd.rank()}),
+            *(("agn", "agn", True, 4, {"outer": (0.25, 0.5)}), ("diloco", "diloco", True, 3, {})),
+        ),
     )
 
 
@@ -259,12 +261,14 @@ def presence() -> Any:
     return all_beside(
         ("easgd_rho", "easgd_rho", False, 2, {**first, "audit_every": 1}),
         ("agn", "agn", True, 4, {**first, "outer": (0.25, 0.5), "op": "average"}),
-        ("average", "average", True, 3, {**last, "weight": 1.0 + hvd.rank()}),
         ("diloco, root", "diloco", True, 3, {**first, "center": "root", "outer": (0.5, 0.25)}),
         ("slowmo, in flight", "slowmo", True, 4, {**last, "overlap": 1}),
         ("bmuf, none", "bmuf", False, 2, none),
         *repeated(
-            ("easgd", "easgd", True, 3, first),
+            *(
+                ("easgd", "easgd", True, 3, first),
+                ("average", "average", True, 3, {**last, "weight": 1.0 + hvd.rank()}),
+            ),
             ("agn, none", "agn", False, 3, {**none, "outer": (0.25, 0.5)}),
             ("diloco", "diloco", False, 3, {**last, "fragments": 2}),
             ("agn, in flight", "agn", True, 4, {**last, "overlap": "period"}),

@@ -505,7 +505,8 @@ def test_graphs_with_several_sessions(graphs: list[dict[str, Any]]) -> None:
 
 def test_graphs_refuse(graphs: list[dict[str, Any]]) -> None:
     for mode, found in by_mode(graphs, "refusals"):
-        assert column(found, "none") == column(found, "elastic with a tensor") == [""] * len(graphs), mode
+        for case in {"none", "elastic with a tensor"} & found[0].keys():
+            assert column(found, case) == [""] * len(graphs), (mode, case)
         everywhere = {
             "tensor": "The optimizer of an asynchronous center is outside of the graph, where 'learning_rate'",
             "tensor on the last rank": "'learning_rate' of MomentumOptimizer, a tensor, has no value: pass a number",
@@ -514,9 +515,11 @@ def test_graphs_refuse(graphs: list[dict[str, Any]]) -> None:
             "rate": "must be in (0, 1] in asynchronous exchange. Received: moving_rate=1.25",
             "average without a getter": "asynchronous=True needs a ModelAverageCustomGetter",
         }
-        for case, text in everywhere.items():
-            assert all(text in error for error in column(found, case)), (mode, case)
-        for case, text in (("one is synchronous", "asynchronous"), ("one does not lock", "use_locking")):
-            for error in column(found, case) if len(graphs) > 1 else []:
+        for case in everywhere.keys() & found[0].keys():
+            assert all(everywhere[case] in error for error in column(found, case)), (mode, case)
+        different = {"one is synchronous": "asynchronous", "one does not lock": "use_locking"}
+        for case in different.keys() & found[0].keys() if len(graphs) > 1 else ():
+            text = different[case]
+            for error in column(found, case):
                 assert error.startswith("ValueError: All ranks must run the same optimizer"), (mode, case)
                 assert text in error

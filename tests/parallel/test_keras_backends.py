@@ -35,7 +35,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.skip("mpi4py is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KERAS_BACKEND", backend)
-        shared = backend if backend == "torch" and find_spec("horovod") is not None else None
+        shared = "torch alone" if backend == "torch" else None  # Without Horovod.
         folder = tmp_path_factory.mktemp("job")
         return run_scenarios(launcher, 2, "keras_backends_scenarios", folder, 120, framework=shared)
 
