@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -24,8 +24,10 @@ from hvd_periodic.asynchronous.worker import VARIABLE
 from hvd_periodic.tensorflow import contrib_opt
 from hvd_periodic.tensorflow.communicator import communicator_of
 from tests.parallel.contrib_scenarios import bits, centers, getter_of, hook, init_op, network, outside_of_hooks, started
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import Scenarios, attempt, repeated
 from tests.parallel.tensorflow_job import hvd
+
+V = TypeVar("V")
 
 scenario = Scenarios()
 
@@ -72,6 +74,11 @@ def of_this_transport(cases: Sequence[Any]) -> list[Any]:
     """Return every second case, the others with the other transport; all of them where there is one rank."""
     first = 0 if os.environ[VARIABLE] == "window" else 1
     return list(cases[first :: min(2, hvd.size())])
+
+
+def one_of_two(cases: tuple[V, V]) -> list[V]:
+    """Return another case for each transport; both in thorough runs, and where there is one rank."""
+    return list(dict.fromkeys((*of_this_transport(cases), *repeated(*cases))))
 
 
 def flat(values: list[Any]) -> list[float]:
@@ -177,7 +184,7 @@ def averaging_one_after_the_other() -> Any:
     Then two steps, which only the final operation pushes: x, center and global step before it, and after it.
     """
     results = {}
-    for use_resource in (True, False):
+    for use_resource in one_of_two((True, False)):
         with tf.Graph().as_default():
             getter, w = variable("average", use_resource)
             optimizer = wrap("average", tf.train.GradientDescentOptimizer(0.1), getter, AVERAGING.period)
@@ -228,7 +235,7 @@ def one_worker_normalized() -> Any:
 def different_numbers_of_steps() -> Any:
     """Ranks with more, fewer and no steps, in a monitored session and in a plain one: final centers, rounds."""
     results: dict[str, Any] = {}
-    cases = (("easgd", None), ("easgd_rho", True), ("easgd_rho", False), ("agn", None), ("average", None))
+    cases = (("average", None), ("agn", None), ("easgd_rho", False), *repeated(("easgd_rho", True), ("easgd", None)))
     for name, use_resource in of_this_transport(cases):
         with tf.Graph().as_default():
             getter, w = variable(name.partition("_")[0], use_resource, float(hvd.rank()))
@@ -294,7 +301,7 @@ def conservation() -> Any:
 def without_locking() -> Any:
     """Additions may be lost: centers are finite, and the same on all ranks at the end."""
     results = {}
-    for name in ("easgd", "agn"):
+    for name in one_of_two(("easgd", "agn")):
         with tf.Graph().as_default():
             getter = getter_of(name)
             with tf.variable_scope("", custom_getter=getter):
@@ -349,7 +356,7 @@ def trained(name: str, folder: str, partitioned: bool, use_resource: bool) -> di
 def restart() -> Any:
     """Twice; the second time from the checkpoint that the chief's last hook has saved."""
     results = {}
-    cases = (("easgd", True, False), ("agn", False, True), ("agn", True, False), ("average", True, False))
+    cases = (("easgd", True, False), ("agn", False, True), *repeated(("agn", True, False), ("average", True, False)))
     for name, partitioned, use_resource in of_this_transport(cases):
         with tempfile.TemporaryDirectory() as folder:
             kind = f"{name} {'partitioned ' if partitioned else ''}{'resource' if use_resource else 'reference'}"
@@ -445,8 +452,9 @@ def refusals() -> Any:
         "one does not lock": lambda: make("easgd", plain, use_locking=hvd.rank() < hvd.size() - 1),
         "none": lambda: make("agn", plain, ended),
     }
-    for name, case in cases.items():
-        results[name] = attempt(case)
+    every = list(cases)
+    for name in dict.fromkeys((*of_this_transport(every), *repeated(*every))):
+        results[name] = attempt(cases[name])
     return results
 
 

@@ -10,9 +10,9 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import keras
@@ -36,7 +36,7 @@ from tests.parallel.keras_scenarios import (
     scaled_step,
     train_step,
 )
-from tests.parallel.program import NotApplicableError, Scenarios, attempt, crossed, rotated
+from tests.parallel.program import NotApplicableError, Scenarios, attempt, crossed, repeated, rotated
 from tests.parallel.tensorflow_job import hvd
 
 MODES: dict[str, tuple[str, str]] = {
@@ -45,6 +45,8 @@ MODES: dict[str, tuple[str, str]] = {
     "sharded": ("service", "sharded"),
 }
 """What the environment variable says, and where the center lives."""
+
+V = TypeVar("V")
 
 scenario = Scenarios()
 PROCESS_SETS: list[Any] = []
@@ -86,6 +88,13 @@ def loop_of(number: int) -> tuple[str, Callable[[Callable[[], Any]], Callable[[]
     return list(LOOPS.items())[number % len(LOOPS)]
 
 
+def one_each(values: Sequence[V], first: int, center: str) -> list[tuple[int, V]]:
+    """Return, with its number, one value for each place of the center; in thorough runs, all values in every place."""
+    numbered = list(enumerate(values))
+    number = (first + place(center)) % len(values)
+    return [numbered[number], *repeated(*numbered[:number], *numbered[number + 1 :])]
+
+
 def gather(value: Any) -> list[Any]:
     return list(hvd.allgather_object(value))
 
@@ -122,7 +131,8 @@ def one_worker() -> Any:
     if hvd.size() > 1:
         raise NotApplicableError("needs one rank")
     results = {}
-    cases = [*(("agn", local) for local in LOCAL), ("easgd", "momentum"), ("easgd_rho", "scaled")]
+    cases = [("agn", "scheduled"), ("agn", "scaled"), ("agn", "adam"), ("easgd", "momentum")]
+    cases += repeated(("agn", "sgd"), ("agn", "momentum"), ("easgd_rho", "scaled"))
     for i, (name, local) in enumerate(cases):
         loop, compiled = loop_of(i)
         trajectories = []
@@ -195,7 +205,7 @@ def turns(count: int) -> list[int]:
 def in_turn(center: str) -> Any:
     """A period and an exchange of one rank at a time, gradient −1 − 2 rank: x, c and counters."""
     results = {}
-    for i, (name, period) in enumerate((("easgd", 2), ("easgd_default", 2), ("agn", 4))):
+    for i, (name, period) in one_each((("easgd", 2), ("easgd_default", 2), ("agn", 4)), 1, center):
         loop, compiled = loop_of(i + place(center))
         w = keras.Variable([0.0, 0.0, 0.0], dtype="float64", name="w")
         rate = tf.constant(0.1 if name == "agn" else 1.0, tf.float64)
@@ -325,7 +335,7 @@ def uneven_data(center: str) -> Any:
         "easgd_rho": OPTIMIZERS["easgd_rho"],
         "agn": lambda o, m=None, **k: hvdp.AGNOptimizer(o, m, 2, **k),
     }
-    for i, (name, wrap) in enumerate(wraps.items()):
+    for i, (name, wrap) in one_each(list(wraps.items()), 2, center):
         loop, compiled = loop_of(i + place(center))
         w = scalar(float(hvd.rank()))
         path = None if center == "sharded" else hvd.broadcast_object(str(Path(tempfile.mkdtemp()) / "center"))
@@ -390,7 +400,7 @@ def all_bits(model: Any, optimizer: Any) -> list[Any]:
 def resume(center: str) -> Any:
     """A model per rank, saved in mid-period or at the end; loaded, it goes on like the other, one rank at a time."""
     results: dict[str, Any] = {}
-    for name in ("easgd_rho", "agn") if place(center) == 0 else ("agn of its own",):
+    for name in ("easgd_rho", *repeated("agn")) if place(center) == 0 else ("agn of its own",):
         wrap, finalized = RESUMED[name], name == "agn"
         keras.utils.set_random_seed(hvd.rank())
         model = network(dropout=0.0)
@@ -634,7 +644,7 @@ def embeddings_and_statistics(center: str) -> Any:
     synchronous run.
     """
     results, names = {}, ("easgd", "easgd_rho", "agn")
-    for name in names if hvd.size() == 1 else names[place(center) :][:1]:
+    for name in ("agn", *repeated("easgd", "easgd_rho")) if hvd.size() == 1 else names[place(center) :][:1]:
         finals = []
         for asynchronous in (True, False) if hvd.size() == 1 else (True,):
             keras.utils.set_random_seed(1 + hvd.rank())

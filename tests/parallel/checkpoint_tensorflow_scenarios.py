@@ -20,7 +20,7 @@ import hvd_periodic.tensorflow as hvdp
 from hvd_periodic.centers import saved_states
 from hvd_periodic.checkpoints import saving as checkpoint_saving
 from tests.conftest import PATIENCE
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import Scenarios, attempt, repeated
 from tests.parallel.tensorflow_job import hvd
 
 scenario = Scenarios()
@@ -55,6 +55,9 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "diloco": lambda m: hvdp.PeriodicOptimizer(sgd(), m, hvdp.DiLoCo(), 3, compression=hvdp.Compression.int8),
     "levels": lambda m: hvdp.ModelAverageOptimizer(hvdp.ElasticAverageOptimizer(sgd(), m, 2), m, 4),
 }
+
+CHOSEN = ("agn", "agn sharded", "diloco", "levels", *repeated("easgd", "average sharded"))
+"""Cases that are saved, and found by jobs of other numbers of ranks."""
 
 
 def train(model: Any, optimizer: Any, first: int, last: int) -> None:
@@ -98,7 +101,7 @@ def exact() -> Any:
     interrupted and of training that was; and the center when it was saved.
     """
     results = {}
-    for number, name in enumerate(CASES):
+    for number, name in enumerate(CHOSEN):
         kind = "bfloat16" if name == "agn" else "float32"
         path = SHARED / f"{hvd.size()}" / name
         model, optimizer = made(name, kind)
@@ -126,7 +129,7 @@ def among_others() -> Any:
     """Of what jobs of other numbers of ranks have saved: what is loaded, at which step, and how training goes on."""
     results = {}
     for saved in sorted(SHARED.iterdir()):
-        for name in [] if saved.name == str(hvd.size()) else CASES:
+        for name in [] if saved.name == str(hvd.size()) else CHOSEN:
             model, optimizer = made(name, "bfloat16" if name == "agn" else "float32")
             hvdp.load(saved / name, model, optimizer)
             loaded = [bits(model.trainable_variables), optimizer.synchronizer.local_steps]

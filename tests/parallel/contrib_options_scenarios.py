@@ -185,10 +185,12 @@ def weights_and_audits() -> Any:
     asked = iter(range(1, 100))
     return all_beside(
         ("no getter", "average", False, 3, {"weight": own, "audit_every": 1}),
-        ("agn", "agn", True, 4, {"op": "average", "weight": own}),
         ("function", "average", True, 5, {"weight": lambda: own + (next(asked) % 2)}),
-        ("easgd", "easgd", True, 2, {"audit_every": 2}),
-        *repeated(("average", "average", True, 3, {"weight": own})),
+        *repeated(
+            ("agn", "agn", True, 4, {"op": "average", "weight": own}),
+            ("easgd", "easgd", True, 2, {"audit_every": 2}),
+            ("average", "average", True, 3, {"weight": own}),
+        ),
     )
 
 
@@ -211,10 +213,12 @@ def fragments() -> Any:
     """Two parts, one after another within a period; also in 8 bits, and of ranks that count differently."""
     two = {"fragments": 2}
     return all_beside(
-        ("easgd_rho", "easgd_rho", False, 3, two),
-        ("average", "average", False, 5, {**two, "compression": Compression.int8}),
         ("weighed", "average", True, Piecewise({0: 2, 4: 5}), {**two, "weight": 1.0 + hvd.rank()}),
-        *repeated(("easgd", "easgd", True, 4, two), ("agn", "agn", True, 4, two)),
+        *repeated(
+            ("average", "average", False, 5, {**two, "compression": Compression.int8}),
+            ("easgd_rho", "easgd_rho", False, 3, two),
+            *(("easgd", "easgd", True, 4, two), ("agn", "agn", True, 4, two)),
+        ),
     )
 
 
@@ -223,10 +227,11 @@ def other_algorithms() -> Any:
     """With their own vectors beside the center, an optimizer that moves it, and options."""
     return all_beside(
         ("slowmo", "slowmo", True, 3, {"fragments": 2}),
-        ("bmuf", "bmuf", False, 2, {"weight": 1.0 + hvd.rank()}),
         ("outer", "diloco", False, 4, {"outer": (0.5, 0.25), "fragments": 2}),
-        ("agn", "agn", True, 4, {"outer": (0.25, 0.5)}),
-        *repeated(("diloco", "diloco", True, 3, {})),
+        *repeated(
+            ("bmuf", "bmuf", False, 2, {"weight": 1.0 + hvd.rank()}),
+            *(("agn", "agn", True, 4, {"outer": (0.25, 0.5)}), ("diloco", "diloco", True, 3, {})),
+        ),
     )
 
 
@@ -235,14 +240,13 @@ def participation() -> Any:
     """A variable that every rank keeps for itself, or that follows the root."""
     own, following = {"parameters": {"b": "local"}}, {"parameters": {"b": "broadcast"}}
     return all_beside(
-        ("easgd_rho", "easgd_rho", False, 2, own),
         ("agn", "agn", True, 4, own),
         ("average", "average", False, 3, {**own, "weight": 1.0 + hvd.rank()}),
         ("easgd, broadcast", "easgd", False, 3, {**following, "audit_every": 1}),
         ("average, broadcast", "average", True, 4, {**following, "overlap": 1}),
-        ("diloco, broadcast", "diloco", True, 3, following),
         *repeated(
-            ("easgd", "easgd", True, 3, own),
+            *(("easgd", "easgd", True, 3, own), ("easgd_rho", "easgd_rho", False, 2, own)),
+            ("diloco, broadcast", "diloco", True, 3, following),
             ("easgd_rho, broadcast", "easgd_rho", True, 3, following),
             ("agn, broadcast", "agn", False, 4, following),
         ),
@@ -257,14 +261,16 @@ def presence() -> Any:
     return all_beside(
         ("easgd_rho", "easgd_rho", False, 2, {**first, "audit_every": 1}),
         ("agn", "agn", True, 4, {**first, "outer": (0.25, 0.5), "op": "average"}),
-        ("agn, none", "agn", False, 3, {**none, "outer": (0.25, 0.5)}),
-        ("average", "average", True, 3, {**last, "weight": 1.0 + hvd.rank()}),
-        ("diloco", "diloco", False, 3, {**last, "fragments": 2}),
         ("diloco, root", "diloco", True, 3, {**first, "center": "root", "outer": (0.5, 0.25)}),
         ("slowmo, in flight", "slowmo", True, 4, {**last, "overlap": 1}),
         ("bmuf, none", "bmuf", False, 2, none),
         *repeated(
-            ("easgd", "easgd", True, 3, first),
+            *(
+                ("easgd", "easgd", True, 3, first),
+                ("average", "average", True, 3, {**last, "weight": 1.0 + hvd.rank()}),
+            ),
+            ("agn, none", "agn", False, 3, {**none, "outer": (0.25, 0.5)}),
+            ("diloco", "diloco", False, 3, {**last, "fragments": 2}),
             ("agn, in flight", "agn", True, 4, {**last, "overlap": "period"}),
             ("agn, root", "agn", True, 4, {**none, "center": "root", "outer": (0.25, 0.5), "fragments": 2}),
             ("bmuf", "bmuf", True, 3, first),
@@ -329,12 +335,12 @@ def tables() -> Any:
     found, two = {}, hvd.size() == 2
     for name, with_getter, sparse, options in (
         ("easgd_decaying", True, True, {}),
-        ("easgd_decaying", False, False, {"overlap": 1}),
         ("average", True, False, {"compression": Compression.fp16} if two else {}),
-        ("agn", True, True, {}),
         ("diloco", False, True, {"overlap": 1}),
-        ("bmuf", True, True, {"audit_every": 1}),
-        *repeated(("slowmo", False, False, {}), ("agn", False, False, {})),
+        *repeated(
+            *(("easgd_decaying", False, False, {"overlap": 1}), ("bmuf", True, True, {"audit_every": 1})),
+            *(("slowmo", False, False, {}), ("agn", False, False, {}), ("agn", True, True, {})),
+        ),
     ):
         found[f"{name} {with_getter} {sparse}"] = [
             TableSession(name, with_getter, sparse, parameters=parameters, **options).run()
@@ -361,10 +367,12 @@ def on_the_root() -> Any:
     root = {"center": "root"}
     return all_beside(
         ("easgd_rho", "easgd_rho", True, 3, {**root, "fragments": 2}),
-        ("average", "average", True, 3, {**root, "weight": 1.0 + hvd.rank()}),
         ("agn", "agn", True, 4, root),
-        ("outer", "diloco", True, 4, {**root, "outer": (0.5, 0.25), "fragments": 2}),
-        *repeated(("easgd", "easgd", True, 3, root), ("diloco", "diloco", True, 3, root)),
+        *repeated(
+            ("average", "average", True, 3, {**root, "weight": 1.0 + hvd.rank()}),
+            ("outer", "diloco", True, 4, {**root, "outer": (0.5, 0.25), "fragments": 2}),
+            *(("easgd", "easgd", True, 3, root), ("diloco", "diloco", True, 3, root)),
+        ),
     )
 
 
@@ -374,10 +382,11 @@ def in_flight() -> Any:
     return all_beside(
         ("easgd_rho", "easgd_rho", False, 3, {"overlap": "period", "fragments": 2}),
         ("average", "average", True, 4, {"overlap": 1, "weight": 1.0 + hvd.rank(), "compression": Compression.int8}),
-        ("agn", "agn", False, 5, {"overlap": 3}),
-        ("outer", "diloco", True, 4, {"outer": (0.5, 0.25), "overlap": "period"}),
         *repeated(
-            ("easgd", "easgd", True, 4, {"overlap": 2}), ("slowmo", "slowmo", False, 4, {"overlap": 1, "fragments": 2})
+            ("agn", "agn", False, 5, {"overlap": 3}),
+            ("outer", "diloco", True, 4, {"outer": (0.5, 0.25), "overlap": "period"}),
+            ("easgd", "easgd", True, 4, {"overlap": 2}),
+            ("slowmo", "slowmo", False, 4, {"overlap": 1, "fragments": 2}),
         ),
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_periodic.tensorflow as hvdp
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import Scenarios, attempt, repeated
 from tests.parallel.tensorflow_job import hvd
 
 scenario = Scenarios()
@@ -39,7 +39,8 @@ def adopted_quadratics() -> Any:
             def take(of: Any = of, optimizer: Any = optimizer) -> None:
                 optimizer.apply([h * (x.value - b) for x, h, b in of], [x for x, _, _ in of])
 
-            step = tf.function(lambda take=take: take()) if loop == "function" else take
+            if done in (1, 3, 4):  # Steps that were compiled before are refused after adopt().
+                step = tf.function(lambda take=take: take()) if loop == "function" else take
             for _ in range(PERIOD):
                 step()
             seen.append([w.numpy().item(), v.numpy().item()])
@@ -51,9 +52,9 @@ def adopted_quadratics() -> Any:
 
 @scenario
 def thawed_in_fit() -> Any:
-    """A backbone that is thawed between two calls of ``fit``, on other data on each rank, for each placement."""
+    """A backbone that is thawed between two calls of ``fit``, on other data on each rank."""
     results = {}
-    for center in ("replicated", "sharded"):
+    for center in ("sharded", *repeated("replicated")):
         keras.utils.set_random_seed(hvd.rank())
         head = keras.layers.Dense(1)
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, trainable=False), head])

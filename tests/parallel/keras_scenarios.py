@@ -27,7 +27,7 @@ from hvd_periodic.tensorflow.replica import VariableReplica
 from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
 from tests.parallel import keras_adoption
-from tests.parallel.program import NotApplicableError, Scenarios, attempt, rotated
+from tests.parallel.program import NotApplicableError, Scenarios, attempt, crossed, repeated, rotated
 from tests.parallel.tensorflow_job import hvd
 
 scenario = Scenarios()
@@ -72,15 +72,15 @@ def constant_step(optimizer: Any, w: Any, gradient: float) -> Callable[[], Any]:
     return lambda: optimizer.apply_gradients([(tf.constant([gradient], tf.float64), w)])
 
 
-BY_HAND = ("easgd", "easgd_default", "average", "agn", "agn_average")
-"""Whose numbers were worked out by hand; the trajectories of all are those of the oracle, see ``quadratics``."""
-
-
 @scenario
 def constant_gradients() -> Any:
-    """Gradient −1 − 2 rank, from different starts until the root's is broadcast: x and c after each step."""
+    """Gradient −1 − 2 rank, from different starts until the root's is broadcast: x and c after each step.
+
+    Of those whose numbers were worked out by hand; the trajectories of all are those of the oracle, see ``quadratics``.
+    """
     results = {}
-    for loop, name in [*(("function", name) for name in BY_HAND), ("eager", "easgd"), ("eager", "agn")]:
+    functions = [("function", name) for name in ("easgd", "average", "agn", *repeated("easgd_default", "agn_average"))]
+    for loop, name in [*functions, ("eager", "easgd"), ("eager", "agn")]:
         w = scalar(float(hvd.rank()))
         rate = tf.constant(0.1 if name.startswith("agn") else 1.0, tf.float64)
         optimizer = OPTIMIZERS[name](keras.optimizers.SGD(lambda rate=rate: rate))
@@ -174,7 +174,9 @@ def quadratics() -> Any:
     zero = np.array(oracle.gradient(hvd.rank(), [0.0] * size))
     curvature = np.array(oracle.gradient(hvd.rank(), [1.0] * size)) - zero
     rate = tf.constant(oracle.RATE, tf.float64)
-    for name, loop in rotated(tuple(OPTIMIZERS), tuple(LOOPS)):
+    chosen = ("easgd_rho", "post_local", "agn", "diloco", "slowmo", "bmuf")
+    others = repeated(*(name for name in OPTIMIZERS if name not in chosen))
+    for name, loop in rotated((*chosen, *others), tuple(LOOPS)):
         w = keras.Variable(oracle.START, dtype="float64", name="w")
         optimizer = OPTIMIZERS[name](keras.optimizers.SGD(lambda: rate, momentum=MOMENTUM))
         optimizer.build([w])
@@ -225,7 +227,7 @@ def batches(seed: int, steps: int) -> list[Any]:
 def centers_and_buffers() -> Any:
     """Batch normalization, dropout and Adam, other data on each rank; bits after every exchange."""
     results = {}
-    for name in ("easgd_rho", "post_local", "agn"):
+    for name in ("post_local", "agn", *repeated("easgd_rho")):
         keras.utils.set_random_seed(hvd.rank())
         model = network()
         optimizer = OPTIMIZERS[name](keras.optimizers.Adam(0.01), model)
@@ -597,17 +599,17 @@ def scheduled(schedule: Any, eager: bool = False) -> list[int]:
 def states_of_local_optimizers() -> Any:
     """Adam's moments after every step, averaged at every exchange or every second one; and begun anew."""
     results = {}
-    for case, policy in (("periods", {"momentum": 1, "velocity": 2}), ("average", "average"), ("reset", "reset")):
-        for loop, compiled in LOOPS.items():
-            w, inner = scalar(1.0), keras.optimizers.Adam(0.1)
-            optimizer = OPTIMIZERS["average"](inner, optimizer_state=policy)
-            optimizer.build([w])
-            step = compiled(constant_step(optimizer, w, -1.0 - 2.0 * hvd.rank()))
-            seen = []
-            for _ in range(8):
-                step()
-                seen.append([inner._momentums[0].numpy().tolist(), inner._velocities[0].numpy().tolist()])
-            results[f"{case}, {loop}"] = seen
+    policies = {"periods": {"momentum": 1, "velocity": 2}, "average": "average", "reset": "reset"}
+    for case, loop in crossed(tuple(policies), tuple(LOOPS)):
+        w, inner = scalar(1.0), keras.optimizers.Adam(0.1)
+        optimizer = OPTIMIZERS["average"](inner, optimizer_state=policies[case])
+        optimizer.build([w])
+        step = LOOPS[loop](constant_step(optimizer, w, -1.0 - 2.0 * hvd.rank()))
+        seen = []
+        for _ in range(8):
+            step()
+            seen.append([inner._momentums[0].numpy().tolist(), inner._velocities[0].numpy().tolist()])
+        results[f"{case}, {loop}"] = seen
     return results
 
 

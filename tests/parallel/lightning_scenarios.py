@@ -159,10 +159,9 @@ class Ends(Callback):
 
 
 def resumed(folder: Path, damage: Callable[[], object] = lambda: None, every_rank: bool = True) -> list[Any]:
-    """Four epochs at once, and two and two; return what a rank has at both ends, and at the second start."""
-    whole, parts, started = Ends(), Ends(), []
+    """Two epochs and two; return what a rank has at the end, and at the second start, and the number of steps."""
+    parts, started = Ends(), []
     checkpoint = ModelCheckpoint(folder, save_last=True, save_on_train_epoch_end=True)
-    trainer(whole, max_epochs=4).fit(Module(rho=0.01), batches(5))
     strategy = PeriodicStrategy(every_rank=every_rank)
     trainer(checkpoint, strategy=strategy, max_epochs=2, **CHECKPOINTS).fit(Module(rho=0.01), batches(5))
     again = Module(rho=0.01)
@@ -176,15 +175,18 @@ def resumed(folder: Path, damage: Callable[[], object] = lambda: None, every_ran
     strategy = PeriodicStrategy(every_rank=every_rank)
     made = trainer(parts, Starts(), strategy=strategy, max_epochs=4)
     made.fit(again, batches(5), ckpt_path=folder / "epoch=1-step=10.ckpt")
-    return [whole.bits, parts.bits, started, made.global_step]
+    return [parts.bits, started, made.global_step]
 
 
 @scenario
 def resumes_to_the_bit() -> dict[str, Any]:
-    whole, parts, _, steps = resumed(FOLDER / "exact")
+    """Four epochs at once, and two and two."""
+    whole = Ends()
+    trainer(whole, max_epochs=4).fit(Module(rho=0.01), batches(5))
+    parts, _, steps = resumed(FOLDER / "exact")
     own = FOLDER / "exact" / "epoch=1-step=10.ckpt.ranks" / f"{RANK}.ckpt"
     folders = sorted(folder.name for folder in own.parent.parent.glob("*.ranks"))
-    return {"equal": whole == parts, "steps": steps, "own": own.is_file(), "folders": folders}
+    return {"equal": whole.bits == parts, "steps": steps, "own": own.is_file(), "folders": folders}
 
 
 @scenario
@@ -193,7 +195,7 @@ def goes_on_from_the_center() -> dict[str, Any]:
     found, name = {}, "epoch=1-step=10.ckpt"
     lost = FOLDER / "lost" / f"{name}.ranks" / "1.ckpt"
     for case, every_rank in (("root", False), ("lost", True)):
-        *_, started, _ = resumed(FOLDER / case, lambda: lost.unlink(missing_ok=True), every_rank)
+        _, started, _ = resumed(FOLDER / case, lambda: lost.unlink(missing_ok=True), every_rank)
         found[case] = started == torch.load(FOLDER / case / name)["state_dict"]["net.x"].tolist()
     return found | {"files of ranks": (FOLDER / "root" / f"{name}.ranks").exists()}
 

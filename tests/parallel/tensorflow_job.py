@@ -76,17 +76,15 @@ class WithoutHorovod:
     def mpi_enabled(self) -> bool:
         return self._library == "mpi"
 
-    def broadcast_variables(self, variables: list[Any], root_rank: int) -> None:
-        """Give all variables the values of the root."""
-        values = self.broadcast_object([variable.numpy() for variable in variables], root_rank)
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
-
-    def broadcast_global_variables(self, root_rank: int) -> Any:
-        """Return an operation that gives all global variables the values of the root."""
+    def broadcast_variables(self, variables: list[Any], root_rank: int) -> Any:
+        """Give all variables the values of the root; in a graph, return an operation that does."""
         import tensorflow.compat.v1 as tf
 
-        variables = tf.global_variables()
+        if tf.executing_eagerly():
+            values = self.broadcast_object([variable.numpy() for variable in variables], root_rank)
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+            return None
         values = tf.numpy_function(
             lambda *own: self.broadcast_object(own, root_rank),
             [variable.read_value() for variable in variables],
@@ -95,6 +93,12 @@ class WithoutHorovod:
         for variable, value in zip(variables, values, strict=True):
             value.set_shape(variable.shape)
         return tf.group(*(tf.assign(variable, value) for variable, value in zip(variables, values, strict=True)))
+
+    def broadcast_global_variables(self, root_rank: int) -> Any:
+        """Return an operation that gives all global variables the values of the root."""
+        import tensorflow.compat.v1 as tf
+
+        return self.broadcast_variables(tf.global_variables(), root_rank)
 
     def allgather_object(self, value: object, name: str = "allgather") -> list[Any]:
         return self.everyone.allgather_object(value, name)

@@ -30,10 +30,11 @@ JOBS = [
     ("mpirun, MPI", 2, "in_turn", "conservation", "resume"),
     thorough(("mpirun", 1)),
     thorough(("mpirun", 3)),
-    thorough(("mpirun, MPI", 3)),
-    ("horovodrun --gloo", 2, "in_turn", "uneven_data"),
+    thorough(("mpirun, MPI", 3, "in_turn", "conservation", "uneven_data", "several", "refusals")),
+    ("horovodrun --gloo", 2, "uneven_data"),
+    thorough(("horovodrun --gloo", 2, "in_turn", "uneven_data")),
 ]
-"""Launcher, ranks, and what the job runs; default: everything. The last has no MPI."""
+"""Launcher, ranks, and what the job runs; default: everything. The last two have no MPI."""
 
 GRAPHS = [
     thorough(("mpirun", 1, "v2")),
@@ -109,7 +110,7 @@ def simulate(name: str, size: int, order: list[int]) -> tuple[list[list[float]],
 
 def test_one_worker_is_as_in_synchronous_exchange(ranks: list[dict[str, Any]]) -> None:
     (found,) = column(ranks, "one_worker")
-    assert len(found) == 7
+    assert {case.split()[0] for case in found} >= {"agn", "easgd"}
     for case, (synchronous, asynchronous) in found.items():
         for expected, values in zip(synchronous, asynchronous, strict=True):
             assert values == pytest.approx(expected, rel=1e-6 if case.startswith("agn") else 1e-12), case
@@ -132,7 +133,9 @@ def test_numbers_worked_out_by_hand(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", ["easgd", "easgd_default", "agn"])
 def test_one_rank_at_a_time(name: str, ranks: list[dict[str, Any]]) -> None:
     """Every number is known then: replicas, center, and how stale it was."""
-    for mode, reports in by_mode(ranks, "in_turn"):
+    modes = [(mode, reports) for mode, reports in by_mode(ranks, "in_turn") if name in reports[0]]
+    assert modes
+    for mode, reports in modes:
         found = column(reports, name)
         replicas, centers, counters = simulate(name, len(ranks), found[0]["order"])
         tolerance = 1e-6 if name == "agn" else 1e-12
@@ -391,7 +394,7 @@ def test_graphs_that_average_in_turn(graphs: list[dict[str, Any]]) -> None:
     center += sum(x[rank] - taken[rank] for rank in range(size)) / size
     expected += [[[center, center, 3]] * size] * 2
     for mode, reports in by_mode(graphs, "averaging_one_after_the_other"):
-        for kind in ("True", "False"):
+        for kind in reports[0]:
             for rank, seen in enumerate(column(reports, kind)):
                 assert seen == [pytest.approx(of_ranks[rank], rel=1e-12) for of_ranks in expected], (mode, kind)
 
@@ -458,7 +461,7 @@ def test_graphs_conserve_the_sum(graphs: list[dict[str, Any]]) -> None:
 
 def test_graphs_without_locking(graphs: list[dict[str, Any]]) -> None:
     for mode, reports in by_mode(graphs, "without_locking"):
-        for name in ("easgd", "agn"):
+        for name in reports[0]:
             found = column(reports, name)
             assert all(finite for finite, _, _ in found)
             assert len({center for _, center, _ in found}) == 1, (mode, name)
@@ -502,7 +505,8 @@ def test_graphs_with_several_sessions(graphs: list[dict[str, Any]]) -> None:
 
 def test_graphs_refuse(graphs: list[dict[str, Any]]) -> None:
     for mode, found in by_mode(graphs, "refusals"):
-        assert column(found, "none") == column(found, "elastic with a tensor") == [""] * len(graphs), mode
+        for case in {"none", "elastic with a tensor"} & found[0].keys():
+            assert column(found, case) == [""] * len(graphs), (mode, case)
         everywhere = {
             "tensor": "The optimizer of an asynchronous center is outside of the graph, where 'learning_rate'",
             "tensor on the last rank": "'learning_rate' of MomentumOptimizer, a tensor, has no value: pass a number",
@@ -511,9 +515,11 @@ def test_graphs_refuse(graphs: list[dict[str, Any]]) -> None:
             "rate": "must be in (0, 1] in asynchronous exchange. Received: moving_rate=1.25",
             "average without a getter": "asynchronous=True needs a ModelAverageCustomGetter",
         }
-        for case, text in everywhere.items():
-            assert all(text in error for error in column(found, case)), (mode, case)
-        for case, text in (("one is synchronous", "asynchronous"), ("one does not lock", "use_locking")):
-            for error in column(found, case) if len(graphs) > 1 else []:
+        for case in everywhere.keys() & found[0].keys():
+            assert all(everywhere[case] in error for error in column(found, case)), (mode, case)
+        different = {"one is synchronous": "asynchronous", "one does not lock": "use_locking"}
+        for case in different.keys() & found[0].keys() if len(graphs) > 1 else ():
+            text = different[case]
+            for error in column(found, case):
                 assert error.startswith("ValueError: All ranks must run the same optimizer"), (mode, case)
                 assert text in error

@@ -36,7 +36,7 @@ def test_exchange(framework: str, exchanges: int, tmp_path: Path) -> None:
     assert results[0]["ratio"] == 1
     assert (tmp_path / "plot.png").exists() == (framework == "torch")
     files = [str(tmp_path / "results"), "--plot", str(tmp_path / "predictions.png")]
-    output = start("python", 1, ["-m", "tests.benchmarks.predictions", *files, "--period", "4"], 60)
+    output = start("python", 1, ["-m", "tests.benchmarks.predictions", *files, "--period", "4"], 60, framework)
     table = output[output.index("milliseconds per step") :]
     rows = [line.strip("│").split("│") for line in table.splitlines() if "Optimizer" in line]
     assert len(rows) >= 2 * 3

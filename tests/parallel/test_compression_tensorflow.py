@@ -65,11 +65,11 @@ def made(algorithm: Any, variable: Any, rate: float, period: int, **options: Any
 
 
 CASES = [
-    *(("average", "fp16", "function"), ("easgd", "bf16", "function"), ("easgd", "topk", "eager")),
-    *(("agn", "int8", "function"), ("diloco", "int8", "eager"), ("bmuf", "topk", "function")),
-    *(("average", "int4", "eager"), ("diloco", "e3m0", "function"), ("agn", "int2", "function")),
-    *(("average", "chunks", "eager"), ("slowmo", "bf16", "function")),
+    *(("average", "fp16", "function"), ("slowmo", "bf16", "function"), ("easgd", "topk", "eager")),
+    *(("agn", "int8", "function"), ("average", "int4", "eager"), ("diloco", "e3m0", "function")),
+    *(("agn", "int2", "function"), ("average", "chunks", "eager")),
     *repeated(
+        *(("easgd", "bf16", "function"), ("diloco", "int8", "eager"), ("bmuf", "topk", "function")),
         *(("average", wire, "eager") for wire in WIRES if wire not in ("int4", "chunks")),
         *(("agn", "topk", "function"), ("easgd", "int4", "function"), ("average", "chunks", "function")),
     ),

@@ -27,7 +27,6 @@ JOBS = [
     thorough(("horovodrun --gloo", 2, "v1")),
     ("horovodrun --gloo", 2, "v1", *OF_SIZE),
     ("mpirun, MPI", 2, "v2", "constant_gradients", "two_initializations_at_once"),
-    thorough(("mpirun, MPI", 2, "v2", *OF_SIZE)),
     thorough(("mpirun, torch.distributed", 2, "v1", *OF_SIZE)),
     thorough(("mpirun, MPI", 3, "v2", *OF_SIZE)),
     thorough(("mpirun", 3, "v2", *OF_SIZE)),

@@ -157,8 +157,8 @@ def saved_at_rest() -> Any:
     """In the middle of a window and of a period: files of the model, sets of files, and states."""
     results: dict[str, Any] = {}
     for mode, name, way in (
-        *(("window", "diloco", "model"), ("service", "slowmo", "set"), ("sharded", "bmuf", "state")),
-        *repeated(("window", "bmuf", "set"), ("sharded", "slowmo", "model")),
+        *(("window", "diloco", "model"), ("sharded", "bmuf", "state")),
+        *repeated(("service", "slowmo", "set"), ("window", "bmuf", "set"), ("sharded", "slowmo", "model")),
     ):
         order = order_of(hvd.size())
         trainer = Trainer(mode, name, compiled=True)

@@ -14,7 +14,7 @@ import pytest
 
 from tests import oracle
 from tests.parallel.launch import run_scenarios
-from tests.parallel.program import Scenarios, attempt, column
+from tests.parallel.program import Scenarios, attempt, column, repeated
 from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
@@ -118,7 +118,7 @@ def fragments_within_a_tensor() -> Any:
     construct = VariableReplica.__init__
     VariableReplica.__init__ = partialmethod(construct, bucket_bytes=4 * 8)  # type: ignore[assignment]
     try:
-        for name in ("average", "easgd", "slowmo"):
+        for name in ("average", "easgd", *repeated("slowmo")):
             for loop in LOOPS:
                 w = keras.Variable(np.linspace(-1, 1, 24).reshape(4, 6), dtype="float64", name="w")
                 gradient = tf.Variable(tf.zeros_like(w.value))

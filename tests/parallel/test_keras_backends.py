@@ -35,7 +35,9 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.skip("mpi4py is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KERAS_BACKEND", backend)
-        return run_scenarios(launcher, 2, "keras_backends_scenarios", tmp_path_factory.mktemp("job"), 120)
+        shared = "torch alone" if backend == "torch" else None  # Without Horovod.
+        folder = tmp_path_factory.mktemp("job")
+        return run_scenarios(launcher, 2, "keras_backends_scenarios", folder, 120, framework=shared)
 
 
 def test_fit_takes_the_steps_of_the_numpy_front_end(ranks: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests import oracle, overlap_oracle
 from tests.overlap_oracle import PERIOD
 from tests.parallel.launch import run_scenarios
-from tests.parallel.program import Scenarios, attempt, column, repeated, rotated
+from tests.parallel.program import Scenarios, attempt, column, repeated
 from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
@@ -32,8 +32,9 @@ JOBS = [("mpirun", 2), thorough(("horovodrun --gloo", 3))]
 scenario = Scenarios(graphs_as_built=True)
 
 CASES = [
-    *((name, overlap, "function") for name, overlap in rotated(tuple(ALGORITHMS), (1, "period"))),
+    *(("easgd", 1, "function"), ("average", "period", "function"), ("slowmo", 1, "function")),
     *(("agn", 2, "eager"), ("easgd", 0, "function")),
+    *repeated(("agn", 1, "function"), ("diloco", "period", "function"), ("bmuf", "period", "function")),
     *repeated(("easgd", 2, "eager"), ("easgd", "period", "function")),
 ]
 """Algorithms, overlaps and loops. All algorithms by all overlaps are in the tests of PyTorch."""
@@ -82,10 +83,9 @@ def overlapped_in_fit() -> Any:
     """
     results = {}
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("easgd", {"overlap": 2}),
         ("average", {"overlap": "period", "fragments": 2, "optimizer_state": "average"}),
         ("agn", {"overlap": 2, "outer_optimizer": keras.optimizers.Adam(0.01)}),
-        ("diloco", {"overlap": 2, "compression": hvdp.Compression.int8}),
+        *repeated(("easgd", {"overlap": 2}), ("diloco", {"overlap": 2, "compression": hvdp.Compression.int8})),
     ]
     for number, (name, options) in enumerate(cases):
 

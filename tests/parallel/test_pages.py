@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.parallel.launch import ROOT, start
+from tests.parallel.launch import BEYOND, MODULES, ROOT, start
 
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
 LANGUAGES = {"python", "diff", "bash", "text"}
@@ -17,11 +18,18 @@ OUTSIDE = ("README.md", "CONTRIBUTING.md", "run_scripts/README.md", "examples/ex
 """Pages whose links MkDocs does not check."""
 
 FRAMEWORKS = {
-    "tests.pages.for_keras": "tensorflow",
-    "tests.pages.for_graphs": "tensorflow",
-    "tests.pages.for_torch": "torch",
+    "torch": re.compile(r"^(?:import|from) (?:torch|horovod\.torch|hvd_periodic\.torch|tests\.pages\.for_torch)", re.M),
+    "tensorflow": re.compile(
+        r"^(?:import|from) (?:keras|(?:horovod\.|hvd_periodic\.)?tensorflow|tests\.pages\.for_(?:keras|graphs)"
+        r"|torch\.utils\.tensorboard)",  # which imports TensorFlow, where it is installed
+        re.M,
+    ),
 }
-"""What a page has to import, by how it is set up."""
+"""Lines of pages that import a framework."""
+
+MODULES["pages"] = ("horovod.torch", "hvd_periodic.torch", "torch.utils.tensorboard", "sybil.parsers.markdown")
+BEYOND["pages"] = "tensorflow"
+"""What pages about both frameworks share."""
 
 RANKS = re.compile(r"<!-- ranks: (\d) -->")
 
@@ -42,9 +50,12 @@ def test_the_blocks_run(name: str, tmp_path: Path) -> None:
     text = PAGES[name].read_text()
     several = RANKS.search(text)
     launcher, ranks = ("python", 1) if several is None else ("mpirun", int(several[1]))
-    framework = next((framework for setup, framework in FRAMEWORKS.items() if setup in text), None)
-    if framework is not None or "import horovod" in text:
+    imported = [framework for framework, lines in FRAMEWORKS.items() if lines.search(text)]
+    if "tests.pages.for_" in text or "import horovod" in text:
         pytest.importorskip("horovod")
+    framework = "pages" if len(imported) > 1 else next(iter(imported), None)
+    if find_spec("horovod") is None:
+        framework = None  # Processes that share imports have imported it, too.
     output = start(launcher, ranks, ["-m", "tests.pages", str(PAGES[name]), str(tmp_path)], 60, framework)
     assert len(re.findall(r"^[1-9]\d* blocks$", output, re.MULTILINE)) == ranks, output
 

@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("with_trainers")
 EXAMPLES = [
     ("lightning", "horovodrun --gloo"),
     ("ignite", "mpirun"),
-    ("accelerate", "torchrun"),
     ("huggingface", "torchrun"),
+    thorough("accelerate", "torchrun"),
     thorough("lightning", "torchrun"),
     thorough("ignite", "torchrun"),
 ]
