@@ -24,6 +24,8 @@ import hvd_periodic.torch as hvdp
 from tests.parallel.elastic_events import FOLDER, begin, die, end, once
 from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, SIZE, STEPS, target
 from tests.parallel.rendezvous_program import State
+from tests.parallel.rendezvous_scenarios import replace_file
+from tests.parallel.silence import count_silence, falls_silent
 from tests.parallel.test_rendezvous_islands import ISLANDS, RANKS, SCENARIOS, STEP, WAIT_STEP, Scenario
 
 ALGORITHMS = {"easgd": hvdp.EASGD, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
@@ -63,8 +65,11 @@ def happen(scenario: Scenario, step: int, state: Any, position: int) -> None:
     island, islands = state.place()
     happened = (FOLDER / "victim.1").exists()
     if step == STEP and islands == ISLANDS and island == ISLANDS - 1 and once(f"victim.{position}"):
-        (FOLDER / f"pid.{position}").write_text(str(os.getpid()))
+        replace_file(FOLDER / f"pid.{position}", os.getpid())
         wait_for(*(f"pid.{other}" for other in range(RANKS)))
+        if position == 0:
+            falls_silent(state, int((FOLDER / f"pid.{RANKS - 1}").read_text()))
+        wait_for("silent")
         if scenario.what == "kill":
             die()
         elif position == RANKS - 1:
@@ -87,6 +92,7 @@ def main(scenario: Scenario, number: int) -> None:
     local = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
     optimizer = hvdp.PeriodicOptimizer(local, model, ALGORITHMS[scenario.algorithm](), PERIOD)
     state = State(model, optimizer, commit="exchange", batch=0)
+    count_silence(until="wait.0")
     (FOLDER / f"here.{number}.{position}").touch()
     wait_for(*(f"here.{each}.{place}" for each in range(ISLANDS) for place in range(RANKS)))
 

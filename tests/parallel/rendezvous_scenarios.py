@@ -29,7 +29,7 @@ class Scenario:
         fragments: parts that are exchanged in turn.
         int8: whether messages are in 8 bits.
         timeout: seconds for which ranks wait for each other.
-        lost: seconds without a sign of life after which a worker is lost.
+        lost: seconds without a sign of life after which a worker is lost; but see ``silence.py``.
         digits: whether they train the network of the examples, instead of descending on quadratics.
         loop: in Keras: ``fit``; or ``compiled`` or ``eager`` steps; empty: in PyTorch.
         thaws: local steps after which the second half of the parameters is trained as well; 0: from the start.
@@ -48,7 +48,7 @@ class Scenario:
     fragments: int = 1
     int8: bool = False
     timeout: float | None = None
-    lost: float = 30.0
+    lost: float = 600.0
     digits: bool = False
     loop: str = ""
     thaws: int = 0

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.parallel.elastic_events import FOLDER, die, once
 from tests.parallel.rendezvous_scenarios import Scenario
+from tests.parallel.silence import count_silence, falls_silent
 
 
 class UserError(Exception):
@@ -19,6 +20,8 @@ class UserError(Exception):
 
 def arrive(scenario: Scenario, number: int) -> None:
     """Say that this worker is there, and wait for those with which the job begins."""
+    if scenario.what != "events":
+        count_silence(until="wait.0")
     (FOLDER / f"here.{number}").write_text(str(os.getpid()))
     while scenario.what != "events" and not all(
         (FOLDER / f"here.{other}").exists() for other in range(scenario.workers)
@@ -32,6 +35,7 @@ def happen(scenario: Scenario, step: int, state: Any) -> None:
     happened = (FOLDER / "victim").exists()
     if step == scenario.step and size == scenario.workers and rank == size - 1 and once("victim"):
         (FOLDER / "victim").write_text(str(os.getpid()))
+        falls_silent(state)
         befall(scenario.what)
     late = (
         scenario.what != "events" and step == scenario.step - 2 and size < scenario.workers and not happened

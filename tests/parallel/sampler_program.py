@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 import hvd_periodic.torch as hvdp
 from tests.parallel.elastic_events import FOLDER, die, once
+from tests.parallel.silence import count_silence, falls_silent
 
 WORKERS, EXAMPLES, EPOCHS, BATCH, PERIOD = 3, 49, 4, 2, 4
 DIES, WAITS = 9, 13
@@ -31,6 +32,7 @@ def happen(step: int, state: Any) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if step >= DIES and step % PERIOD == 1 and size == WORKERS and rank == size - 1 and once("victim"):
         (FOLDER / "victim").write_text(str(os.getpid()))
+        falls_silent(state)
         die()
     happened = (FOLDER / "victim").exists()
     if size < WORKERS and step >= (WAITS if happened else DIES - 2):  # At first, too, one may come late.
@@ -57,6 +59,7 @@ def main(number: str) -> None:
         model, optimizer, commit="exchange", min_ranks=WORKERS - 1, max_ranks=WORKERS, sampler=sampler
     )
 
+    count_silence(until="another")
     (FOLDER / f"here.{number}").touch()
     while not all((FOLDER / f"here.{other}").exists() for other in range(WORKERS)):
         time.sleep(0.05)

@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                         [*words, str(len(processes))],
                         output,
                         HVD_PERIODIC_RENDEZVOUS=rendezvous,
-                        HVD_PERIODIC_LOST_SECONDS="30",
+                        HVD_PERIODIC_LOST_SECONDS="600",
                         HVD_PERIODIC_JOIN_SECONDS=f"{SECONDS * PATIENCE}",
                     )
                 processes.append(process)

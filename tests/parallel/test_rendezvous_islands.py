@@ -83,7 +83,7 @@ class Job:
             "HVD_PERIODIC_RENDEZVOUS": self._address,
             "HVD_PERIODIC_JOB": self.name,
             "HVD_PERIODIC_RANKS": f"{ISLANDS - 1}:{ISLANDS}",
-            "HVD_PERIODIC_LOST_SECONDS": "30",
+            "HVD_PERIODIC_LOST_SECONDS": "600",
             "HVD_PERIODIC_JOIN_SECONDS": f"{60 * PATIENCE}",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # Else ranks that torchrun starts again find former addresses.
         }

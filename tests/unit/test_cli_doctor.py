@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -277,12 +278,26 @@ def test_too_few_slots(tmp_path: Path) -> None:
     assert (found.status, found.mend) == (WARNING, f"{tmp_path}/mpirun --oversubscribe -np 2 ...")
 
 
-def test_what_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+def test_what_hangs_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a child in a session of its own, that does not want to end."""
     child = tmp_path / "child"
-    stays = program(tmp_path, "stays", f"trap '' TERM; echo $$ >{child}; echo here; exec sleep 1000")
+
+    class Hangs(subprocess.Popen[str]):
+        """Its time is up once its child is there, and it wastes none of what it has to end its children."""
+
+        def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[str, str]:  # noqa: A002
+            while not (child.exists() and child.read_text().endswith("\n")):
+                time.sleep(0.05)
+            return super().communicate(input, 0.1 if timeout == seconds else timeout)
+
+        def wait(self, timeout: float | None = None) -> int:
+            return super().wait(0.1 if timeout == processes._GRACE else timeout)
+
+    seconds = 1000.0
+    monkeypatch.setattr(subprocess, "Popen", Hangs)
+    stays = program(tmp_path, "stays", f"trap '' TERM; echo here; echo $$ >{child}; exec sleep 1000")
     text = f"trap '' TERM; setsid {stays} & wait; sleep 1000"
-    ended = processes.run([str(program(tmp_path, "hangs", text))], 5.0, os.environ)
+    ended = processes.run([str(program(tmp_path, "hangs", text))], seconds, os.environ)
     assert (ended.code, ended.output.strip()) == (None, "here")
     state = Path(f"/proc/{child.read_text().strip()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"

@@ -15,6 +15,8 @@ from hvd_periodic import AGN, BMUF, EASGD, DiLoCo, SlowMo  # noqa: E402
 from hvd_periodic.comm.collective_tracker import CollectiveTracker  # noqa: E402
 from hvd_periodic.tensorflow import contrib_opt  # noqa: E402
 from hvd_periodic.tensorflow.contrib_opt.options import SessionOptions  # noqa: E402
+from tests.covering import covering  # noqa: E402
+from tests.parallel.tiers import thorough  # noqa: E402
 from tests.unit.test_contrib_interface import SIGNATURES, make, variable  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
@@ -247,8 +249,13 @@ def test_slowmo_moves_by_the_rate_of_now(kind: str) -> None:
     assert seen == pytest.approx((1 - moved).tolist())
 
 
-@pytest.mark.parametrize("with_getter", [True, False], ids=["getter", "no getter"])
-@pytest.mark.parametrize(("algorithm", "vector"), [(DiLoCo(), "momentum"), (BMUF(0.5), "block_update")])
+@pytest.mark.parametrize(
+    ("algorithm", "vector", "with_getter"),
+    [
+        *((DiLoCo(), "momentum", True), (BMUF(0.5), "block_update", False)),
+        *(thorough(DiLoCo(), "momentum", False), thorough(BMUF(0.5), "block_update", True)),
+    ],
+)
 def test_a_checkpoint_holds_what_an_algorithm_keeps(
     algorithm: Any, vector: str, with_getter: bool, tmp_path: Any
 ) -> None:
@@ -279,8 +286,7 @@ def test_landing_is_for_a_step() -> None:
         make("AGNOptimizer").get_land_op()
 
 
-@pytest.mark.parametrize("overlap", [1, "period"])
-@pytest.mark.parametrize("with_getter", [True, False], ids=["getter", "no getter"])
+@pytest.mark.parametrize(("overlap", "with_getter"), covering([1, "period"], [True, False], together=1))
 def test_a_session_takes_nothing_of_one_before(with_getter: bool, overlap: Any, tmp_path: Any) -> None:
     """The first ends while an exchange is in flight; the second is new, the third has the first one's checkpoint."""
     getter = contrib_opt.PeriodicCustomGetter("") if with_getter else None

@@ -12,6 +12,7 @@ tf = pytest.importorskip("tensorflow").compat.v1
 
 from hvd_periodic import BMUF, Averaging, DiLoCo, SlowMo  # noqa: E402
 from hvd_periodic.tensorflow import contrib_opt  # noqa: E402
+from tests.covering import covering  # noqa: E402
 from tests.unit.test_contrib_interface import make, variable  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
@@ -33,8 +34,14 @@ def initialized(optimizer: Any, *task: int) -> Any:
     return session
 
 
-@pytest.mark.parametrize("local", [tf.train.MomentumOptimizer(0.5, 0.5), tf.train.AdamOptimizer(0.5)])
-@pytest.mark.parametrize("which", ["agn", "diloco", "slowmo", "bmuf", "average"])
+@pytest.mark.parametrize(
+    ("which", "local"),
+    covering(
+        ["agn", "diloco", "slowmo", "bmuf", "average"],
+        [tf.train.MomentumOptimizer(0.5, 0.5), tf.train.AdamOptimizer(0.5)],
+        together=1,
+    ),
+)
 def test_what_no_rank_trains_stays(which: str, local: Any) -> None:
     """A variable without gradients: its center, and what moves this, keep their values; it gets slots all the same."""
     algorithms: dict[str, Callable[[], Any]] = {"diloco": DiLoCo, "slowmo": SlowMo, "bmuf": BMUF, "average": Averaging}

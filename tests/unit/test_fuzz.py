@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.parametrize(
-    ("seed", "programs"), [(1, 40), thorough(1, 150), *(thorough(seed, 400) for seed in range(2, 4))]
+    ("seed", "programs"), [(1, 20), thorough(1, 150), *(thorough(seed, 400) for seed in range(2, 4))]
 )
 def test_programs(seed: int, programs: int) -> None:
     pytest.importorskip("torch")
@@ -28,12 +28,12 @@ def test_programs(seed: int, programs: int) -> None:
     play(TorchPlayer, seed, programs)
 
 
-@pytest.mark.parametrize(("seed", "programs"), [(1, 100), thorough(1, 300), thorough(2, 800)])
+@pytest.mark.parametrize(("seed", "programs"), [(1, 50), thorough(1, 300), thorough(2, 800)])
 def test_programs_of_numpy(seed: int, programs: int) -> None:
     play(NumpyPlayer, seed, programs)
 
 
-@pytest.mark.parametrize(("seed", "programs"), [(1, 12), thorough(2, 100)])
+@pytest.mark.parametrize(("seed", "programs"), [(1, 6), thorough(2, 100)])
 def test_programs_of_keras(seed: int, programs: int) -> None:
     play(keras_player(), seed, programs)
 

@@ -20,6 +20,7 @@ from hvd_periodic.tensorflow.host_values import HostValues, as_array, as_tensor,
 from hvd_periodic.tensorflow.hosted import hosted, keeping_errors, original_errors  # noqa: E402
 from hvd_periodic.tensorflow.store import ArrayStore, layout_of  # noqa: E402
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES  # noqa: E402
+from tests.parallel.tiers import thorough  # noqa: E402
 
 
 def store_of(values: HostValues, *variables: Any) -> ArrayStore:
@@ -50,6 +51,10 @@ def test_a_compiled_function_waits_for_python_and_python_for_it() -> None:
     assert not values.holds(x)
 
 
+def distinct(array: Any) -> set[Any]:
+    return set(np.unique(array).tolist())
+
+
 @pytest.mark.parametrize("size", [3, 100_000, 6_000_000], ids=["a block", "of several blocks", "of several buckets"])
 def test_buckets_and_variables_are_read_and_written(size: int) -> None:
     values = HostValues()
@@ -61,7 +66,7 @@ def test_buckets_and_variables_are_read_and_written(size: int) -> None:
             if bucket.kind == "float32":
                 store.write(bucket, store.read(bucket) + 1)
         values.write(variables[0], values.read(variables[2]) * 10)
-        assert [set(values.read(variable).tolist()) for variable in variables] == [{30}, {2}, {3}, {7}]
+        assert [distinct(values.read(variable)) for variable in variables] == [{30}, {2}, {3}, {7}]
         bucket = store.layout.buckets[0]
         middle = bucket.part(1, 3)
         store.write(middle, np.full(2, 50, np.float32))
@@ -70,7 +75,7 @@ def test_buckets_and_variables_are_read_and_written(size: int) -> None:
     tf.function(hosted(run, values, [store]))()
     found = [variable.numpy() for variable in variables]
     assert found[0][:3].tolist() == [30, 50, 50]
-    assert (set(found[0][3:].tolist()) | {30}, set(found[1].tolist()), set(found[2].tolist())) == ({30}, {2}, {3})
+    assert (distinct(found[0][3:]) | {30}, distinct(found[1]), distinct(found[2])) == ({30}, {2}, {3})
     assert found[3] == 7
 
 
@@ -243,7 +248,7 @@ def trained(algorithm: Any, rate: Any, compiled: bool) -> tuple[list[Any], Any]:
         (hvdp.EASGD(0.3), 0.1),
         (hvdp.AGN(), 0.1),
         (hvdp.AGN(), SCHEDULE),
-        (hvdp.SlowMo(0.5), 0.1),
+        thorough(hvdp.SlowMo(0.5), 0.1),
         (hvdp.DiLoCo(), 0.1),
     ],
     ids=["elastic", "AGN", "AGN scheduled", "SlowMo", "DiLoCo"],

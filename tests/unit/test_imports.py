@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,7 @@ def test_what_reaches_into_python_or_a_framework_is_in_one_file_of_each_kind() -
         assert found == [home]
 
 
+@cache
 def code_of(path: Path) -> str:
     """Return a source file without comments."""
     return ast.unparse(ast.parse(path.read_text()))

@@ -229,8 +229,7 @@ LOCAL: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("algorithm", ["diloco", "agn"])
-@pytest.mark.parametrize("local", LOCAL)
+@pytest.mark.parametrize(("algorithm", "local"), covering(["diloco", "agn"], LOCAL, together=1))
 def test_layers_are_thawed_in_mid_run(algorithm: str, local: str, tmp_path: Path) -> None:
     """The optimizer's state of the head is kept; a model saved afterwards goes on."""
     model = network()

@@ -13,6 +13,7 @@ tf = pytest.importorskip("tensorflow")
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
+from tests.covering import covering  # noqa: E402
 
 TAKE_PART = "take part in exchanges, have never had a gradient, and were changed by other code than local steps: "
 OWN = "Inside center(), these weights still have this rank's values: "
@@ -75,8 +76,7 @@ def center(model: Any) -> list[list[float]]:
         return [weight.ravel().tolist() for weight in model.get_weights()]
 
 
-@pytest.mark.parametrize("eagerly", [False, True], ids=["compiled", "eager"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "eagerly"), covering(OPTIMIZERS, [False, True], together=1))
 def test_parameters_without_gradients_that_are_assigned(
     name: str, eagerly: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,20 +93,17 @@ def test_parameters_without_gradients_that_are_assigned(
     assert OWN not in caplog.text
 
 
-@pytest.mark.parametrize("built", [True, False], ids=["built", "built later"])
 @pytest.mark.parametrize(
-    ("buffers", "named"), [(None, True), ({"ema/*": "local"}, False), ({"ema/*": "average"}, False)]
+    ("buffers", "built"), covering([None, {"ema/*": "local"}, {"ema/*": "average"}], [True, False], together=1)
 )
-def test_weights_that_no_exchange_touches(
-    buffers: Any, named: bool, built: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_that_no_exchange_touches(buffers: Any, built: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Named where the center is read, unless somebody has said what exchanges make of them."""
     model = trained("agn", built, trainable=False, buffers=buffers)
     assert TAKE_PART not in caplog.text
     kept = model.ema_network.get_weights()[0].tolist()
     center(model)
     center(model)
-    assert caplog.text.count(f"{OWN}'ema/ema/kernel'. No exchange touches them") == named
+    assert caplog.text.count(f"{OWN}'ema/ema/kernel'. No exchange touches them") == (buffers is None)
     assert model.ema_network.get_weights()[0].tolist() == kept
 
 

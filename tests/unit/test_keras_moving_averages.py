@@ -65,7 +65,7 @@ def of_bare_optimizer(callback: Any = None, *arguments: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "swap_on_epoch"),
     [
-        *(("scaled", False), ("twice", True), ("scaled, twice", False)),
+        *(("scaled", False), ("twice", True), thorough("scaled, twice", False)),
         *(thorough("scaled", True), thorough("twice", False), thorough("scaled, twice", True)),
     ],
 )

@@ -14,6 +14,7 @@ pytest.importorskip("horovod.tensorflow")
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState  # noqa: E402
+from tests.covering import covering  # noqa: E402
 
 OPTIMIZERS: dict[str, tuple[Any, set[str]]] = {
     "SGD": (lambda: keras.optimizers.SGD(0.1, momentum=0.9), {"momentum"}),
@@ -45,8 +46,7 @@ def values(inner: Any, synchronizer: Any) -> dict[str, list[Any]]:
     return {entry: [v.numpy() for _, v in pairs] for entry, pairs in state.entries().items()}
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "compiled"), covering(OPTIMIZERS, [False, True], together=1))
 def test_reset(kind: str, compiled: bool) -> None:
     make, entries = OPTIMIZERS[kind]
     model, inner = network(), make()
@@ -62,8 +62,9 @@ def test_reset(kind: str, compiled: bool) -> None:
         assert all((value == start).all() for value in kept), entry
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("policy", ["average", {"momentum": 1, "velocity": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("policy", "compiled"), covering(["average", {"momentum": 1, "velocity": 2}], [False, True], together=1)
+)
 def test_the_mean_of_one_worker_is_its_own(policy: Any, compiled: bool) -> None:
     results = []
     for chosen in ("local", policy):

@@ -16,7 +16,9 @@ import tensorflow as tf
 
 import hvd_periodic.tensorflow as hvdp
 from hvd_periodic import Communicator, LocalCommunicator
+from tests.covering import covering
 from tests.helpers import run_ranks
+from tests.parallel.tiers import thorough
 from tests.presence_oracle import MOMENTUM, RATE, Element, trajectory, uses
 from tests.unit.test_tensorflow_edges import Delegate
 
@@ -122,7 +124,9 @@ def test_oracle(algorithm: str, way: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm", [name if name in ("easgd", "diloco", "agn average") else thorough(name) for name in ALGORITHMS]
+)
 def test_compiled_steps_do_the_same(algorithm: str) -> None:
     """A step is compiled for each set of gradients. On one rank: those that are threads share TensorFlow's threads."""
     trained = variables()
@@ -143,8 +147,7 @@ def test_compiled_steps_do_the_same(algorithm: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("center", ["replicated", "sharded"])
-@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize(("center", "fragments"), covering(["replicated", "sharded"], [1, 2], together=1))
 def test_a_state_in_the_middle_of_a_period(center: str, fragments: int) -> None:
     """Training resumes to the bit: who has had gradients since the last exchange is saved."""
     begun = 3

@@ -21,6 +21,7 @@ from hvd_periodic.keras import PeriodicExchange
 from hvd_periodic.tensorflow.coding import GraphCoding
 from tests.covering import covering
 from tests.helpers import errors, run_ranks
+from tests.parallel.tiers import thorough
 from tests.unit.test_tensorflow_edges import Delegate
 
 pytestmark = pytest.mark.timeout(120)
@@ -100,8 +101,7 @@ def test_the_dense_exchange_to_the_bit(algorithm: str, way: str) -> None:
         assert all(fewer < more for (_, fewer), (_, more) in zip(rows, dense, strict=True))
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "sparse"), covering(ALGORITHMS, [True, False], together=1))
 def test_compiled_steps(algorithm: str, sparse: bool) -> None:
     found = []
     for parameters, compiled in ((POLICIES, True), (POLICIES, False), (None, True)):
@@ -171,7 +171,7 @@ def network() -> Any:
     )
 
 
-@pytest.mark.parametrize("algorithm", [hvdp.DiLoCo(), hvdp.EASGD(0.3)])
+@pytest.mark.parametrize("algorithm", [thorough(hvdp.DiLoCo()), hvdp.EASGD(0.3)])
 def test_a_model_in_fit_that_is_saved(algorithm: Any, tmp_path: Path) -> None:
     model = network()
     optimizer = hvdp.PeriodicOptimizer(

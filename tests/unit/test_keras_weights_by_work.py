@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import hvd_periodic.tensorflow as hvdp
 from hvd_periodic import Communicator, LocalCommunicator
+from tests.covering import covering
 from tests.helpers import errors, run_ranks
 from tests.unit.test_tensorflow_edges import Delegate
 from tests.unit.test_weights_by_work import CASES
@@ -88,8 +89,7 @@ def network() -> Any:
     return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 
 
-@pytest.mark.parametrize("eagerly", [False, True])
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize(("eagerly", "together"), covering([False, True], [1, 2], together=1))
 def test_fit_reports_its_batches(eagerly: bool, together: int) -> None:
     """Batches of 4, 4 and 2, after two of 5; of several batches in one compiled call, too."""
     model, optimizer = network(), alone("examples")

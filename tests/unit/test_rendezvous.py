@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -17,6 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous  # noqa: E402
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (  # noqa: E402
     _NodeDesc,
     _RendezvousState,
@@ -45,6 +47,12 @@ def port() -> Iterator[int]:
     del server
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch look at the state of a rendezvous again and again without a second in between."""
+    monkeypatch.setattr(dynamic_rendezvous, "_delay", lambda seconds: time.sleep(0.05))
+
+
 class Worker:
     """What a job sees of the state of a worker."""
 
@@ -71,7 +79,8 @@ def test_fewer_than_the_minimum(port: int) -> None:
         join(settings(port, "few"))
 
 
-def test_a_rendezvous_that_cannot_be_reached() -> None:
+def test_a_rendezvous_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_rendezvous, "_CONNECTING", timedelta(seconds=0.5))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -22,7 +22,9 @@ import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import Communicator, LocalCommunicator  # noqa: E402
 from hvd_periodic.tensorflow.store import VariableStore, layout_of  # noqa: E402
 from tests.conformance.test_front_ends import Delegate  # noqa: E402
+from tests.covering import covering  # noqa: E402
 from tests.helpers import run_ranks  # noqa: E402
+from tests.parallel.tiers import thorough  # noqa: E402
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -189,8 +191,7 @@ def test_a_rank_without_any_step_finalizes_with_the_others() -> None:
 # Gradients
 
 
-@pytest.mark.parametrize("make", [agn, easgd])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("make", "loop"), covering([agn, easgd], LOOPS, together=1))
 def test_scaled_gradients_of_16_bits_do_not_vanish(make: Any, loop: str) -> None:
     """Neither the scale of 2¹⁷ nor a gradient of 2⁻²⁸ is a number of float16. Updates: 2⁻¹⁰; then zero, or ρ's −½."""
     w = parameter([0.0], "float16")
@@ -207,8 +208,7 @@ def test_scaled_gradients_of_16_bits_do_not_vanish(make: Any, loop: str) -> None
         assert accumulated.numpy().tolist() == [-(2.0**-20) - 2.0**-28]
 
 
-@pytest.mark.parametrize("make", [agn, easgd])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("make", "loop"), covering([agn, easgd], LOOPS, together=1))
 def test_sparse_gradients_under_a_loss_scale(make: Any, loop: str) -> None:
     """As without the scale, apart from the step that overflows."""
     tables = []
@@ -318,8 +318,7 @@ def test_a_compiled_step_inside_the_center_block_is_an_error(kind: str) -> None:
     assert synchronizer.local_steps == 2 * steps
 
 
-@pytest.mark.parametrize("make", [agn, easgd])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("make", "loop"), covering([agn, easgd], LOOPS, together=1))
 def test_training_starts_from_weights_that_were_set_after_the_optimizer_was_built(make: Any, loop: str) -> None:
     model = compiled(make, keras.optimizers.SGD(0.1))
     model.set_weights([np.full(weight.shape, 5.0) for weight in model.get_weights()])
@@ -394,7 +393,7 @@ def test_the_process_set_of_a_loaded_optimizer_is_kept_until_it_is_given_one(tmp
     assert (w.numpy()[0], loaded.synchronizer.rounds) == (2.0, 1)
 
 
-@pytest.mark.parametrize("make", [easgd, agn])
+@pytest.mark.parametrize("make", [thorough(easgd), agn])
 def test_a_model_that_was_saved_before_training_trains_as_the_original(make: Any, tmp_path: Path) -> None:
     model = compiled(make)
     model.save(tmp_path / "model.keras")
@@ -406,7 +405,7 @@ def test_a_model_that_was_saved_before_training_trains_as_the_original(make: Any
     assert loaded.optimizer.synchronizer.rounds == 1
 
 
-@pytest.mark.parametrize("make", [easgd, agn])
+@pytest.mark.parametrize("make", [easgd, thorough(agn)])
 def test_weights_files_hold_the_exchanges_too(make: Any, tmp_path: Path) -> None:
     """``load_weights`` in mid-period, and training goes on to the bit."""
     model, other = compiled(make), compiled(make)
@@ -432,7 +431,7 @@ def test_weights_that_another_optimizer_has_trained(tmp_path: Path) -> None:
     assert model.optimizer.synchronizer.local_steps == 0
 
 
-@pytest.mark.parametrize("make", [easgd, agn])
+@pytest.mark.parametrize("make", [thorough(easgd), agn])
 def test_a_copy_by_configuration_trains_as_the_original(make: Any) -> None:
     model = compiled(make)
     copy = keras.models.clone_model(model)

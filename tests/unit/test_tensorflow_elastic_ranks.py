@@ -175,7 +175,7 @@ def lost_anywhere(
 @pytest.mark.parametrize(
     ("center", "ahead", "places"),
     [
-        *(("sharded", 0, (0, 3)), thorough("sharded", 0, EVERYWHERE)),
+        *(("sharded", 0, (0, 6)), thorough("sharded", 0, EVERYWHERE)),
         *(thorough("replicated", 0, (0, 2)), thorough("root", 1, (1, 2))),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_rank_is_lost_in_sync(center: str, ahead: int, places: tuple[int, int]
 @pytest.mark.parametrize(
     ("center", "everywhere", "ahead", "places"),
     [
-        ("replicated", False, 0, (0, 3)),
+        thorough("replicated", False, 0, (0, 3)),
         ("sharded", True, 1, (1, 3)),
         thorough("replicated", True, 0, EVERYWHERE),
         thorough("replicated", True, 2, (0, 2)),
@@ -298,8 +298,7 @@ def test_a_rank_is_lost_in_sync_by_groups(inside: Any) -> None:
         assert len({str(end) for *_, end in found}) == 1
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize("inside", [hvdp.EASGD, None])
+@pytest.mark.parametrize(("everywhere", "inside"), covering([False, True], [hvdp.EASGD, None], together=1))
 def test_groups_that_are_loaded_before_the_first_sync(everywhere: bool, inside: Any) -> None:
     """On the root alone, all go on from what that has; on every rank, each from its own."""
     saved: dict[int, Any] = {}

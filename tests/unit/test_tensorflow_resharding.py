@@ -88,15 +88,15 @@ LOSSES: dict[str, list[tuple[int | None, ...]]] = {
 
 
 CASES = [
-    ("easgd", "the root", "root"),
+    thorough("easgd", "the root", "root"),
     ("easgd_rho", "one between others", "sharded"),
     thorough("averaging", "joins and replaces", "root"),
     thorough("bmuf", "one joins, then the first goes, and the others change places", "sharded"),
     ("slowmo", "one joins, then the first goes, and the others change places", "root"),
-    ("diloco", "joins and replaces", "sharded"),
+    thorough("diloco", "joins and replaces", "sharded"),
     ("diloco_adam", "the root", "sharded"),
     ("agn", "joins and replaces", "root"),
-    ("agn_nadam", "one joins, then the first goes, and the others change places", "sharded"),
+    thorough("agn_nadam", "one joins, then the first goes, and the others change places", "sharded"),
     ("agn_of_adam_in_fragments", "one between others", "sharded"),
     thorough("diloco_adam_in_fragments", "the root", "root"),
 ]

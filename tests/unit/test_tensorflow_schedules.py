@@ -18,6 +18,7 @@ pytest.importorskip("horovod.tensorflow")
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
 from hvd_periodic.tensorflow.config import decode, encode  # noqa: E402
+from tests.covering import covering  # noqa: E402
 
 LOOPS: dict[str, Callable[[Any], Any]] = {"eager": lambda step: step, "function": tf.function}
 
@@ -65,8 +66,7 @@ CASES: dict[str, tuple[Any, Any, list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "loop"), covering(CASES, LOOPS, together=1))
 def test_exchanges_take_place_when_the_schedule_says(case: str, loop: str) -> None:
     schedule, rate, expected = CASES[case]
     model = network()
@@ -83,8 +83,7 @@ def test_seconds_are_measured(loop: str) -> None:
     assert counters.next_exchange > 1000
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("case", ["piecewise", "doubling", "qsr", "adacomm"])
+@pytest.mark.parametrize(("case", "loop"), covering(["piecewise", "doubling", "qsr", "adacomm"], LOOPS, together=1))
 def test_a_saved_model_goes_on_at_the_same_steps(case: str, loop: str, tmp_path: Path) -> None:
     schedule, rate, expected = CASES[case]
     model = network()
