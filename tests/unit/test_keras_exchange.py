@@ -116,7 +116,7 @@ def test_what_cannot_be_exchanged_between_batches_is_refused() -> None:
         exchange(network(), AGN)
     with pytest.raises(TypeError, match=r"`model` must be a keras\.Model\. Received: NoneType"):
         exchange(None, hvdp.Averaging())
-    with pytest.raises(ValueError, match="with Keras on PyTorch only.*Received: Keras on tensorflow"):
+    with pytest.raises(ValueError, match=r"with Keras on PyTorch only.*Received: Keras on tensorflow"):
         exchange(network(), hvdp.Averaging(), parameters="present")
     model = network()
     callback = exchange(model, hvdp.Averaging())
