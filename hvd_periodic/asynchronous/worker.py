@@ -110,6 +110,7 @@ class Worker:
         quorum: workers exchange together, in rounds that need so many of them; None: each alone.
 
     Attributes:
+        use_locking: as given.
         interrupted: an exchange of this worker has begun and not ended; a holder may be waiting for its messages.
         on_pull: called with a group, a bucket, its center and the exchange, just before the replica pulls.
 
@@ -132,7 +133,7 @@ class Worker:
         self.membership, self._replica, self._outer = membership, replica, outer
         self._file = None if center_file is None else CenterFile(center_file, membership, parts)
         self._lost: list[int] = []
-        self._parts, self._sharded, self._use_locking = list(parts), sharded, use_locking
+        self._parts, self._sharded, self.use_locking = list(parts), sharded, use_locking
         self._transport: Transport | None = None
         self._final: list[np.ndarray] | None = None
         self.interrupted = False
@@ -188,7 +189,7 @@ class Worker:
             center = self._center_in_file(everywhere=True)
             allocate = self.communicator.shared_memory
             worker = self.communicator.rank, self.communicator.size
-            return MemoryTransport(allocate, self._parts, worker, self._outer, self._shapes, self._use_locking, center)
+            return MemoryTransport(allocate, self._parts, worker, self._outer, self._shapes, self.use_locking, center)
         except NoSharedMemoryError as error:
             if _requested_transport() == "window":
                 raise RuntimeError(
@@ -370,9 +371,14 @@ class Worker:
         return {
             f"environment variable {VARIABLE}": _requested_transport(),
             "sharded center": self._sharded,
-            "use_locking": self._use_locking,
+            "use_locking": self.use_locking,
             "center_file": None if self._file is None else str(self._file.path),
         }
+
+    @property
+    def place(self) -> str:
+        """Where the center lives unless it is in memory that all ranks share, as ``center=`` of the user."""
+        return "sharded" if self._sharded else "root"
 
     @property
     def finished(self) -> bool:
@@ -463,10 +469,24 @@ class Worker:
                 f"The state was saved {then}, and this training is {now}: their workers count what they have taken "
                 "differently. Start from its center instead"
             )
-        holders = Sharded(self.communicator, self.membership.root) if self._has_shards else self.placements[0]
-        of_holder = holders.select(state["center_optimizer"])
+        of_holder = self.select(state["center_optimizer"])
         if of_holder is not None and self.transport.holds_center:
             self._outer.check(of_holder)
+
+    def select(self, saved: Any) -> Any:
+        """Return this rank's state of the center's optimizer, given what :meth:`state` returned.
+
+        Raises:
+            ValueError: it was saved with other holders.
+        """
+        holders = Sharded(self.communicator, self.membership.root) if self._has_shards else self.placements[0]
+        return holders.select(saved)
+
+    def united(self, own: Any) -> Any:
+        """Return what :meth:`state` returns, given the states of the holders, each on its own rank; collective."""
+        name = f"hvd_periodic.{self.membership.number}.optimizer"
+        states = self.communicator.allgather_object(own, name)
+        return {"sharded": states} if self._has_shards and own is not None else states[self.membership.root]
 
     def _check_all(self, state: dict[str, Any] | None) -> None:
         """Check the state of every rank before it is the center, as that of a model file only is now; collective.
@@ -538,12 +558,17 @@ class Worker:
         """Discard the final center, if training continues after :meth:`finish`."""
         self._final = None
 
-    def close(self) -> None:
-        """Wait for all ranks, then release everything; collective."""
-        _open_workers.remove(self)
+    def close(self, where: str = "the end of the process, after asynchronous exchange") -> None:
+        """Wait for all ranks, then release everything; collective.
+
+        Args:
+            where: the call in which the ranks are.
+        """
+        if self in _open_workers:  # Workers that are threads, or alone, are not.
+            _open_workers.remove(self)
         if not self.communicator.alive():
             return
-        with self.communicator.tracker.at("the end of the process, after asynchronous exchange"):
+        with self.communicator.tracker.at(where):
             self.communicator.idle_barrier(self.membership.number)
         if not self.communicator.dead_ranks():
             self.transport.close()

@@ -43,7 +43,8 @@ class PeriodicExchange(keras.callbacks.Callback):
         asynchronous: exchange with one center without waiting for other ranks; over MPI.
         options: those of :class:`~hvd_periodic.options.Options` and
             :class:`~hvd_periodic.keras.options.ModelOptions`; the signature has their defaults. The state of the local
-            optimizer is always ``"local"``, and ``nonfinite`` is ``"raise"`` or ``"ignore"``.
+            optimizer is always ``"local"``, ``nonfinite`` is ``"raise"`` or ``"ignore"``, and ``parameters`` can be
+            ``"present"`` with Keras on PyTorch, where a batch counts by the gradients that its step has left.
 
     Attributes:
         synchronizer: counters, ``sync()``, ``distance()``, ``state_dict()`` and ``load_state_dict()`` of the exchanges.
@@ -83,10 +84,12 @@ class PeriodicExchange(keras.callbacks.Callback):
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             _refuse_gradients(made)
             named = named_variables(model.trainable_variables, model, options["buffers"], options["parameters"])
-            if named.present:
+            if named.present and keras.backend.backend() != "torch":
                 raise ValueError(
-                    "`parameters` cannot be 'present' for PeriodicExchange: a callback does not see which gradients a "
-                    "batch had. Train with Keras on TensorFlow and the optimizers of hvd_periodic.tensorflow"
+                    "`parameters` can be 'present' for PeriodicExchange with Keras on PyTorch only, where variables "
+                    "keep the gradients of a batch: JAX computes zeros for those that are missing, and a step of "
+                    "TensorFlow shows none, for which there are the optimizers of hvd_periodic.tensorflow. Received: "
+                    f"Keras on {keras.backend.backend()}"
                 )
             replica = HostedReplica(named, self._values)
             synchronizer = ReplicaSynchronizer(
@@ -163,6 +166,7 @@ class PeriodicExchange(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count a step, and exchange if an exchange is due."""
+        self.synchronizer.prepare_gradients()  # Notes which there were: no algorithm here needs their values.
         self.synchronizer.step()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:

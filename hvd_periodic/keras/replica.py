@@ -213,6 +213,11 @@ class HostedReplica(NamedReplica, HostReplica):
         """Return all parameters: which of them have gradients is not known between batches."""
         return among
 
+    def with_gradient_now(self, among: Set[int]) -> Set[int]:
+        """Return which of some parameters had a gradient in the batch that has just ended; with Keras on PyTorch."""
+        variables = self.parameters.originals()
+        return {i for i in among if variables[i].value.grad is not None}
+
     def some_of(self, tensor: Any) -> np.ndarray:
         """Return some elements of an array, or of a variable."""
         flat = (tensor if isinstance(tensor, np.ndarray) else self.to_array(tensor)).reshape(-1)

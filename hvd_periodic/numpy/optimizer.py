@@ -118,7 +118,8 @@ class PeriodicOptimizer:
             model: all arrays to train from now on, as at construction.
 
         Raises:
-            RuntimeError: called inside ``center()``; in asynchronous training; or other ranks are in another call.
+            RuntimeError: called inside ``center()``; in asynchronous training before ``finalize()``, or after further
+                steps; or other ranks are in another call.
             TypeError, ValueError: the arrays are refused, or differ between ranks. On all ranks; training goes on with
                 the former ones.
 

@@ -31,6 +31,9 @@ from hvd_periodic.sync.tensor_groups import FROM_ROOT, TensorGroups
 
 V = TypeVar("V")
 
+_UNFINISHED = "in asynchronous training before its finalize()"
+"""A reason for which adopt() is refused."""
+
 _PARAMETERS = ("parameters", FROM_ROOT)
 
 
@@ -70,7 +73,7 @@ def adopt(synchronizer: Any, successor: Callable[[], Successor[V]]) -> None:
         )
     refused = refusal(synchronizer) or ("before a synchronous warmup ends" if synchronizer.warmup.active else None)
     if refused is not None:
-        raise RuntimeError(f"adopt() is not available {refused}: finalize(), then make a new optimizer")
+        raise RuntimeError(unavailable(refused))
     with _without(synchronizer.handshake, synchronizer.replica.changes):
         _exchange_last(synchronizer)
     state = synchronizer.checkpoint.save()
@@ -84,14 +87,24 @@ def adopt(synchronizer: Any, successor: Callable[[], Successor[V]]) -> None:
         vars(synchronizer).update(before)
         raise
     _carry_over(synchronizer, new, before, state)
+    worker = before["exchanger"].worker
+    if worker is not None:
+        worker.close("adopt()")
+
+
+def unavailable(where: str) -> str:
+    """Return the text of an error, given what :func:`refusal` returned."""
+    if where == _UNFINISHED:
+        return f"adopt() is not available {where}: call finalize() on all ranks first"
+    return f"adopt() is not available {where}: finalize(), then make a new optimizer"
 
 
 def refusal(synchronizer: Any) -> str | None:
-    """Return the kind of training that can never adopt, the same on all ranks; or None."""
+    """Return the kind of training that cannot adopt, the same on all ranks; or None."""
     membership, exchanger = synchronizer.membership, synchronizer.exchanger
     refused = {
         "with a quorum": exchanger.context.quorum is not None,
-        "with asynchronous=True": not exchanger.steps_agree,
+        _UNFINISHED: exchanger.worker is not None and not (synchronizer.begun and exchanger.worker.finished),
         "where ranks exchange in groups of their own": membership.is_lockstep_group,
         "where gradients are averaged": membership.in_groups or membership.group is not None,
     }
@@ -109,14 +122,21 @@ def _without(handshake: Handshake, check: Check) -> Iterator[None]:
 
 
 def _exchange_last(synchronizer: Any) -> None:
-    """Exchange the old set, unless all of it has just been exchanged, and apply what is in flight."""
+    """Exchange the old set, unless all of it has just been exchanged, and apply what is in flight.
+
+    In asynchronous training, finalize() has done so.
+    """
     synchronizer.begin(CallPoint.BEFORE_UPDATE)
     handshake, progress = synchronizer.handshake, synchronizer.progress
-    handshake.check_same_call(Purpose.ADOPT, handshake.fatal_error or synchronizer.replica.misfit())
     counters = progress.counters
     pending = counters.local_steps > counters.last_exchange or any(
         SinceLastSync(*entry).pending for entry in progress.notes.since
     )
+    alone = synchronizer.exchanger.worker is not None
+    problem = handshake.fatal_error or (unavailable(_UNFINISHED) if alone and pending else None)
+    handshake.check_same_call(Purpose.ADOPT, problem or synchronizer.replica.misfit())
+    if alone:
+        return
     if synchronizer.membership.all_ranks.any(pending):
         synchronizer.exchanger.exchange()
     synchronizer.exchanger.land()
@@ -149,7 +169,8 @@ def _carry_over(synchronizer: Any, new: Successor[V], before: Mapping[str, Any],
         if layout is None or layout.specs != group.values.layout.specs or layout.buckets != group.values.layout.buckets:
             kept = _merged(kept, vectors.save_initial(), stays[group.name])
         vectors.load(kept)
-    _carry_outer(synchronizer, new, before, state["center_optimizer"], stays)
+        state["vectors"][group.name] = kept
+    synchronizer.exchanger.go_on(state, _outer_state(synchronizer, new, before, state["center_optimizer"], stays))
     synchronizer.progress.counters, synchronizer.progress.notes = before["progress"].counters, before["progress"].notes
     synchronizer.checkpoint.run = before["checkpoint"].run
     synchronizer.startup.go_on()
@@ -251,27 +272,26 @@ def _set(replica: Replica[V], named: list[tuple[str, Any]], values: Mapping[str,
         store.write(bucket, held.read(bucket))
 
 
-def _carry_outer(
+def _outer_state(
     synchronizer: Any,
     new: Successor[V],
     before: Mapping[str, Any],
     saved: Any,
     stays: Mapping[str, set[str]],
-) -> None:
-    """Give the new outer optimizer the state that the former one had for the parameters that stay."""
+) -> Any:
+    """Return this rank's state of the new outer optimizer, which the former one had for the parameters that stay."""
     outer, former = synchronizer.exchanged.outer, before["exchanged"].outer
     exchanger, rank = synchronizer.exchanger, synchronizer.membership.communicator.rank
-    if outer is None or former is None or exchanger.placement.select(saved) is None:
-        return
+    if outer is None or former is None or exchanger.own_optimizer_state(saved) is None:
+        return None
     then = _division(former, before["exchanger"], new.form)
     now = _division(outer, exchanger, new.form)
     if then.layout.specs == now.layout.specs:
-        outer.load(exchanger.placement.select(saved))
-        return
+        return exchanger.own_optimizer_state(saved)
     names = {spec.name: i for i, spec in enumerate(then.layout.specs)}
     kept = stays["parameters"]
     numbers = {i: names[spec.name] for i, spec in enumerate(now.layout.specs) if spec.name in kept}
-    outer.load(carried(saved, then, outer.state(), now, rank, numbers))
+    return carried(saved, then, outer.state(), now, rank, numbers)
 
 
 def _division(outer: Any, exchanger: Any, form: Callable[[Any, Any], Form]) -> Division:

@@ -184,6 +184,21 @@ class Asynchronous(Exchanger[V]):
         """Set the center to the one that the root has loaded."""
         self.worker.resume(list(self.tensor_groups), state)
 
+    def own_optimizer_state(self, saved: Any) -> Any:
+        """Return the part that this rank holds: of shared memory, all of it."""
+        return self.worker.select(saved) if self.worker.transport.holds_center else None
+
+    def go_on(self, state: dict[str, Any], optimizer_state: Any) -> None:
+        """Let the root write the center with all that is kept with it, and leave training, as before ``adopt()``.
+
+        Between finalize() and the next push, all buckets have counted the same pushes.
+        """
+        groups, pushes = list(self.tensor_groups), dict(state["pushes"])
+        pushes["windows"] = pushes["windows"][:1] * sum(len(group.values.layout.buckets) for group in groups)
+        united = self.worker.united(optimizer_state)
+        self.worker.resume(groups, {**state, "center_optimizer": united, "pushes": pushes}, each_its_own=False)
+        self.worker.finish()
+
     def begin_taking_over(self) -> None:
         """Forget the final center of a training that has ended."""
         self.worker.resume_training()

@@ -259,6 +259,20 @@ class Exchanger(ABC, Generic[V]):
     def resume(self, state: dict[str, Any] | None) -> None:
         """Resume from the states that all ranks have loaded; collective."""
 
+    def own_optimizer_state(self, saved: Any) -> Any:
+        """Return this rank's part of what :meth:`optimizer_state` returned; None if it holds none."""
+        return self.placement.select(saved)
+
+    def go_on(self, state: dict[str, Any], optimizer_state: Any) -> None:
+        """Go on, after ``adopt()``, with vectors that the tensor groups have loaded; collective.
+
+        Args:
+            state: the state, with the vectors of the tensor groups.
+            optimizer_state: the state of the center's optimizer for this rank; None if there is none.
+        """
+        if optimizer_state is not None:
+            self.context.exchanged.center_optimizer.load(optimizer_state)
+
     def loaded_centers(self, state: dict[str, Any] | None) -> list[Store[Any]]:
         """Return the loaded centers in full; none if this rank has only shards, or if only the root's counts."""
         return []

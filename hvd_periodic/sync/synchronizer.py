@@ -485,8 +485,8 @@ class ReplicaSynchronizer(Generic[V]):
         adopt(self, successor)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of construction that do not depend on the replica, for synchronous exchange."""
-        context, membership = self.exchanger.context, self.membership
+        """Return the arguments of construction that do not depend on the replica, without a quorum."""
+        context, membership, worker = self.exchanger.context, self.membership, self.exchanger.worker
         bounds = context.bounds or NormBounds()
         return {
             "algorithm": self.exchanged.algorithm,
@@ -494,7 +494,9 @@ class ReplicaSynchronizer(Generic[V]):
             "communicator": membership.communicator,
             "root": membership.requested_root,
             "name": membership.name,
-            "center": self.exchanger.placement.name,
+            "center": self.exchanger.placement.name if worker is None else worker.place,
+            "asynchronous": worker is not None,
+            "use_locking": worker is None or worker.use_locking,
             "optimizer_state": self.policy,
             "overlap": context.overlap,
             "compression": context.wire,
@@ -506,6 +508,9 @@ class ReplicaSynchronizer(Generic[V]):
             "max_message_norm": bounds.message,
             "max_mean_norm": bounds.mean,
             "timeout_seconds": membership.communicator.tracker.timeout,
+            "center_file": context.center_file,
+            "staleness_power": context.staleness_power,
+            "grace_seconds": context.grace or None,
             "run_log": self.run_log or False,
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Literal
 
 import torch
@@ -38,6 +38,9 @@ class State(CommittedState):
     the newest commit that all of them hold, and each keeps its own replica. A rank that joins starts from the center,
     with the counters and the state of the center's optimizer; its local optimizer takes over the hyper-parameters and
     is otherwise new. Everything that depends on the number of ranks is computed again.
+
+    ``"local"`` parameters, of the same names on all ranks, stay with their process, whose commits hold them; those of a
+    rank that joins are what its model has.
 
     A commit is an in-memory copy of the whole state on every rank; each rank holds two. If the center lives on the root
     or in shards, every rank copies its shard with the state of the center's optimizer, and sends a backup to a rank on
@@ -146,9 +149,17 @@ class State(CommittedState):
         for name, value in self._tracked.items():
             levels = levels_of(value)
             found |= {name + depth * ".inner": _KeptOptimizer(level) for depth, level in enumerate(levels)}
-            if not levels:
+            if isinstance(value, torch.nn.Module):
+                found[name] = _KeptModel(value, self._local_parameters())
+            elif not levels:
                 found[name] = _KeptSampler(value) if isinstance(value, ElasticSampler) else _KeptState(value)
         return found
+
+    def _local_parameters(self) -> set[int]:
+        """Return the identities of the parameters that no optimizer of this package exchanges: they stay here."""
+        replicas = [level.synchronizer.replica for each in self._periodic().values() for level in levels_of(each)]
+        local = [dict(replica.named.parameters)[name] for replica in replicas for name in replica.local_names]
+        return {id(parameter) for parameter in local}
 
     def _after_exchange(self) -> None:
         """Commit, unless some rank has finished training: then not all ranks make this call."""
@@ -184,25 +195,51 @@ class _KeptState(Committable):
         self.value.load_state_dict(copy.deepcopy(copied))
 
     def begin(self, loaded: bool) -> None:
-        """Take over the first rank's state, except into models if states were loaded: each rank may have its own."""
-        if not (loaded and isinstance(self.value, torch.nn.Module)):
-            self.broadcast_from(0)
+        """Take over the first rank's state."""
+        self.broadcast_from(0)
 
     def broadcast_from(self, source: int) -> None:
         """Take over one rank's state."""
-        state, communicator = self.value.state_dict(), communicator_of(None)
-        if isinstance(self.value, torch.nn.Module) and all(map(torch.is_tensor, state.values())):
-            for name, tensor in state.items():
-                own = shard_of(tensor).detach()
-                given = communicator.broadcast(own.reshape(-1).clone(), f"hvd_periodic.elastic.{name}", source)
-                own.copy_(given.view(own.shape))
-        else:
-            self.value.load_state_dict(_of_rank(state, source))
+        self.value.load_state_dict(_of_rank(self.value.state_dict(), source))
 
     def renew(self) -> None:
         """Forget the state of an optimizer, as where it is new."""
         if isinstance(self.value, torch.optim.Optimizer):
             self.value.state.clear()
+
+
+class _KeptModel(_KeptState):
+    """A model.
+
+    Args:
+        value: the model.
+        own: the identities of ``"local"`` parameters, which stay with this worker.
+    """
+
+    def __init__(self, value: torch.nn.Module, own: Set[int]) -> None:
+        super().__init__(value)
+        self._own = own
+
+    def begin(self, loaded: bool) -> None:
+        """Take over the first rank's state, unless states were loaded: each rank may have its own."""
+        if not loaded:
+            self.broadcast_from(0)
+
+    def broadcast_from(self, source: int) -> None:
+        """Take over one rank's state, without what stays with this worker."""
+        state, communicator = self.value.state_dict(), communicator_of(None)
+        named = self.value.named_parameters(remove_duplicate=False)
+        local = {name: state[name] for name, parameter in named if id(parameter) in self._own and name in state}
+        if not all(map(torch.is_tensor, state.values())):
+            given = _of_rank(state, source)
+            given.update(local)
+            self.value.load_state_dict(given)
+            return
+        for name, tensor in state.items():
+            if name not in local:
+                own = shard_of(tensor).detach()
+                given = communicator.broadcast(own.reshape(-1).clone(), f"hvd_periodic.elastic.{name}", source)
+                own.copy_(given.view(own.shape))
 
 
 class _KeptSampler(_KeptState):
@@ -233,6 +270,12 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
     def synchronizer(self) -> Synchronizer:
         """The optimizer's synchronizer."""
         return self.value.synchronizer
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """As of any optimizer, with the names of ``"local"`` parameters, which commits hold."""
+        local = sorted(self.synchronizer.replica.local_names)
+        return {**super().fingerprint, **({"the 'local' parameters": local} if local else {})}
 
     def copied(self) -> Any:
         """Return a copy of its state; of the exchange state, the part that this rank holds by itself."""

@@ -53,6 +53,9 @@ class TorchOuterOptimizer(CloneableOptimizer):
         self._local = local
         self._parameters = parameters
         self._template = source if isinstance(source, torch.optim.Optimizer) else None
+        numbers = {id(parameter): i for i, parameter in enumerate(parameters)}
+        groups = [[numbers[id(p)] for p in group["params"] if id(p) in numbers] for group in self._original_groups()]
+        self._grouping = [group for group in groups if group]
         self._optimizer: torch.optim.Optimizer | None = None
         self._keys: dict[EntryKey, type] = {}
         self._followed: list[dict[str, Any]] = []
@@ -62,10 +65,8 @@ class TorchOuterOptimizer(CloneableOptimizer):
         return TorchOuterOptimizer(self.source, self._local, self._parameters)
 
     def grouping(self) -> list[list[int]]:
-        """Return the exchanged parameters, by number, of every parameter group that has any."""
-        numbers = {id(parameter): i for i, parameter in enumerate(self._parameters)}
-        groups = [[numbers[id(p)] for p in group["params"] if id(p) in numbers] for group in self._original_groups()]
-        return [group for group in groups if group]
+        """Return the exchanged parameters, by number, of every parameter group that had any at construction."""
+        return self._grouping
 
     @property
     def name(self) -> str:

@@ -23,7 +23,7 @@ from hvd_periodic.comm.subset import require_possible
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.schedules import Schedule, Seconds, as_schedule
-from hvd_periodic.sync.adoption import Successor, refusal
+from hvd_periodic.sync.adoption import Successor, refusal, unavailable
 from hvd_periodic.sync.combinations import refuse_quorum
 from hvd_periodic.sync.finite import SKIP
 from hvd_periodic.sync.startup import CallPoint
@@ -169,7 +169,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         self.learning_rate = None if optimizer is None else lambda: optimizer.param_groups[0].get("lr")
 
     def adoption_refusal(self) -> str | None:
-        """Return the kind of training that can never adopt, the same on all ranks; or None."""
+        """Return the kind of training that cannot adopt, the same on all ranks; or None."""
         replica = self.replica
         inside = vars(replica.optimizer).get("synchronizer") if replica.optimizer is not None else None
         refused = {
@@ -200,7 +200,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """
         replica, outer, refused = self.replica, self._moving(), self.adoption_refusal()
         if refused is not None:
-            raise RuntimeError(f"adopt() is not available {refused}: finalize(), then make a new optimizer")
+            raise RuntimeError(unavailable(refused))
         if model is None and replica.named.behind() is None:
             raise ValueError("adopt() needs the model, as the optimizer was not made from a module: adopt(model)")
 

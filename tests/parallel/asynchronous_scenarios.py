@@ -335,6 +335,32 @@ def elastic_in_turn(mode: str) -> Any:
 
 
 @on_all(transports)
+def adopted(mode: str) -> Any:
+    """One of two parameters is frozen after finalize(), or was never there: what the other one and the center are."""
+    found: dict[str, Any] = {}
+    for alone in (True, False):
+        stays, leaves = (torch.nn.Parameter(torch.ones(size, dtype=torch.float64)) for size in (5, 4))
+        tensors = [stays] if alone else [stays, leaves]
+        optimizer = normalized(mode, tensors, 2, CENTER_OPTIMIZERS["adam"])
+        optimizer.synchronizer.begin()
+        for part in range(2):
+            for place, turn in enumerate(turns(7)):
+                for step in range(2 * (turn == hvd.rank())):
+                    show(tensors, gradient_of(turn, 2 * place + step, 9)[: flat(tensors).numel()])
+                    optimizer.step()
+                hvd.barrier()
+            optimizer.finalize()
+            if not part and not alone:
+                leaves.requires_grad_(False)
+                tensors = [stays]
+                optimizer.inner.param_groups[0]["params"] = tensors
+                with transport(mode):
+                    optimizer.adopt(named(tensors))
+        found["alone" if alone else "adopted"] = [flat(tensors).tolist(), center_of(tensors, optimizer).tolist()]
+    return found | {"left": leaves.tolist()}
+
+
+@on_all(transports)
 def present_in_turn(mode: str) -> Any:
     """As ``elastic_in_turn``, with an expert of which every third turn has a gradient."""
     body, expert = (torch.nn.Parameter(torch.zeros(5, dtype=torch.float64)) for _ in range(2))

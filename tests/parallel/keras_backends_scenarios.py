@@ -18,7 +18,7 @@ from hvd_periodic.comm.selection import requested
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from hvd_periodic.numpy.communicator import communicator_of
 from tests.conformance.communicator_contract import check_communicator
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import NotApplicableError, Scenarios, attempt
 
 scenario = Scenarios()
 
@@ -47,14 +47,39 @@ class Quadratic(keras.layers.Layer):
         return keras.ops.sum(0.5 * x[:, 8:] * keras.ops.square(w - x[:, :8]), axis=1, keepdims=True)
 
 
+class Routed(Quadratic):
+    """The same without the terms of ``second`` in batches that do not use it, in which it has no gradient."""
+
+    used = True
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        second = keras.ops.reshape(self.second, (-1,)) if self.used else keras.ops.zeros(6)
+        w = keras.ops.concatenate([self.first, second])
+        return keras.ops.sum(0.5 * x[:, 8:] * keras.ops.square(w - x[:, :8]), axis=1, keepdims=True)
+
+
+PRESENT = [{0, 1}, set(), {0}, {1}, {0, 1}]
+"""The ranks that use ``second`` in each period."""
+
+
+class Routes(keras.callbacks.Callback):
+    """Says in which batches the layer uses ``second``."""
+
+    batches = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.model.layers[0].used = communicator_of(None).rank in PRESENT[self.batches // PERIOD]
+        self.batches += 1
+
+
 def data(rank: int) -> np.ndarray:
     """Return minima and curvatures, one row per batch, different on each rank."""
     random = np.random.default_rng(rank)
     return np.concatenate([random.normal(size=(BATCHES, 8)), random.uniform(0.2, 1.0, (BATCHES, 8))], axis=1, dtype="f")
 
 
-def network() -> Any:
-    model = keras.Sequential([keras.Input((16,)), Quadratic(name="quadratic")], name="model")
+def network(layer: type[Quadratic] = Quadratic) -> Any:
+    model = keras.Sequential([keras.Input((16,)), layer(name="quadratic")], name="model")
     model.compile(keras.optimizers.SGD(RATE, MOMENTUM), loss=lambda y_true, y_pred: keras.ops.mean(y_pred))
     return model
 
@@ -123,8 +148,8 @@ def in_fit(algorithm: Any, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def on_arrays(algorithm: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Train the same in the numpy front end."""
+def on_arrays(algorithm: Any, options: dict[str, Any], present: list[set[int]] | None = None) -> dict[str, Any]:
+    """Train the same in the numpy front end; only some ranks have gradients of ``second`` in each period, if given."""
     communicator = communicator_of(None)
     first, second = np.ones(2, np.float32), np.zeros((3, 2), np.float32)
     arrays, local = {"first": first, "second": second}, SGD(RATE, MOMENTUM)
@@ -132,11 +157,14 @@ def on_arrays(algorithm: Any, options: dict[str, Any]) -> dict[str, Any]:
     if "quorum" in options:
         optimizer.synchronizer.exchanger.replay(SETS)
     epochs = []
-    for _ in range(2):
-        for row in data(communicator.rank):
+    for epoch in range(2):
+        for batch, row in enumerate(data(communicator.rank), epoch * BATCHES):
             w = np.concatenate([first, second.reshape(-1)])
             g = row[8:] * (w - row[:8])
-            optimizer.step({"first": g[:2], "second": g[2:].reshape(3, 2)})
+            gradients = {"first": g[:2], "second": g[2:].reshape(3, 2)}
+            if present is not None and communicator.rank not in present[batch // PERIOD]:
+                del gradients["second"]
+            optimizer.step(gradients)
         epochs.append([*first.tolist(), *second.reshape(-1).tolist()])
     optimizer.finalize()
     with optimizer.center():
@@ -154,6 +182,22 @@ def contract() -> None:
 def trained() -> dict[str, Any]:
     """Return by case what a model is after each epoch and at the end, in ``fit`` and on arrays."""
     return {name: {"fit": in_fit(*case), "arrays": on_arrays(*case)} for name, case in CASES.items()}
+
+
+@scenario
+def present() -> dict[str, Any]:
+    """Return by algorithm what a model is at the end of each epoch, and of ``fit``, and what arrays are."""
+    if keras.backend.backend() != "torch":
+        raise NotApplicableError("Keras on PyTorch alone shows which gradients a batch had")
+    found: dict[str, Any] = {}
+    for algorithm in (hvdp.Averaging(), hvdp.EASGD(moving_rate=0.25), hvdp.DiLoCo()):
+        model, recorder = network(Routed), Recorder()
+        exchange = hvdp.PeriodicExchange(model, algorithm, PERIOD, parameters={"*/second": "present"})
+        fit(model, Routes(), exchange, recorder)
+        arrays = on_arrays(algorithm, {"parameters": {"second": "present"}}, PRESENT)
+        in_fit = [*recorder.weights, weights(model)]
+        found[type(algorithm).__name__] = {"fit": in_fit, "arrays": [*arrays["epochs"], arrays["center"]]}
+    return found
 
 
 @scenario
@@ -243,6 +287,7 @@ def refused() -> dict[str, str]:
     }
     if keras.backend.backend() != "torch":
         found["several steps"] = attempt(lambda: trained_with(steps_per_execution=2))
+        found["present"] = attempt(lambda: exchange(parameters="present"))
 
     def import_other() -> None:
         import hvd_periodic.tensorflow  # noqa: F401

@@ -241,6 +241,15 @@ def test_parameters_of_those_present(ranks: Reports, mode: str) -> None:
                 assert found_c == pytest.approx([c] * 5, rel=1e-12)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_adopted_after_finalize(ranks: Reports, mode: str) -> None:
+    """What stays trains on as if it were alone, with the state of the center's optimizer; what leaves is the same."""
+    reports = column(ranks, "adopted", mode)
+    for report in reports:
+        np.testing.assert_allclose(report["adopted"], report["alone"], rtol=1e-12)
+        assert report["left"] == reports[0]["left"] != [1.0] * 4
+
+
 def test_staleness(ranks: Reports) -> None:
     check_staleness(ranks, MODES)
 

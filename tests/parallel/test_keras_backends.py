@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.parallel.launch import run_scenarios
@@ -65,6 +66,15 @@ def test_steps_stay_compiled(ranks: list[dict[str, Any]]) -> None:
         )
 
 
+def test_present(ranks: list[dict[str, Any]]) -> None:
+    """Ranks that have no gradient of a variable in a period do not contribute; nobody has one in one of the periods."""
+    first, second = column(ranks, "present")
+    for name in first:
+        for report in (first[name], second[name]):
+            np.testing.assert_allclose(report["fit"], report["arrays"], rtol=1e-5, atol=1e-6, err_msg=name)
+        assert first[name]["fit"][-1] == second[name]["fit"][-1]
+
+
 def test_uneven_data(ranks: list[dict[str, Any]]) -> None:
     (center, rounds), other = column(ranks, "uneven_data")
     assert other == [center, rounds]
@@ -99,10 +109,11 @@ def test_refused(ranks: list[dict[str, Any]]) -> None:
         "excluded": "`nonfinite` must be 'raise' or 'ignore'. Received: 'skip'",
         "not built": "The model is not built: give it an input shape, or call it once",
         "several steps": "compile the model with steps_per_execution=1. Received: steps_per_execution=2",
+        "present": "with Keras on PyTorch only, where variables keep the gradients of a batch",
         "other front end": "On another backend, fit() exchanges with hvd_periodic.keras",
     }
     for report in column(ranks, "refused"):
-        assert report.keys() >= texts.keys() - {"several steps"}
+        assert report.keys() >= texts.keys() - {"several steps", "present"}
         for case, error in report.items():
             assert texts[case] in error, case
 

@@ -67,6 +67,14 @@ def train(optimizer: PeriodicOptimizer, model: dict[str, Array], rank: int, step
     return seen
 
 
+def in_turn(comm: Communicator, work: Callable[[], Any]) -> None:
+    """Let ranks work one after another, so that they push in the same order in every run."""
+    for rank in range(comm.size):
+        if rank == comm.rank:
+            work()
+        comm.allgather_object(None, "in turn")
+
+
 def of_center(optimizer: PeriodicOptimizer, model: dict[str, Array]) -> Any:
     with optimizer.center():
         return {name: x.tolist() for name, x in model.items()}
@@ -302,14 +310,66 @@ def test_refused_inside_center_and_without_arrays() -> None:
     train(optimizer, model, 0, PERIOD)
 
 
-def test_asynchronous_training_is_refused() -> None:
+@pytest.mark.parametrize(("algorithm", "place"), covering(ALGORITHMS, ("window", "service", "sharded"), together=1))
+def test_after_finalize_of_asynchronous_training(algorithm: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays trains as if it were alone, what leaves takes the center, and what comes starts from the root's."""
+    monkeypatch.setenv("HVD_PERIODIC_TRANSPORT", "window" if place == "window" else "service")
+    options = {"asynchronous": True, "center": "sharded" if place == "sharded" else "replicated"}
+
+    def job(comm: Communicator, alone: bool) -> dict[str, Any]:
+        model, rank = started(), comm.rank
+        w, v, u = model["w"], model["v"], np.full(3, 1.0 + rank)
+        first = {"w": w} if alone else {"v": v, "w": w}
+        optimizer = made(comm, first, algorithm, **options)
+        optimizer.synchronizer.begin()
+        in_turn(comm, lambda: train(optimizer, first, rank, (3 if rank == 1 else 2) * PERIOD))
+        optimizer.finalize()
+        found: dict[str, Any] = {"before": [w.tolist(), of_center(optimizer, first)["w"]]}
+        if not alone:
+            optimizer.adopt({"w": w})
+        found["adopted"] = [w.tolist(), of_center(optimizer, {"w": w})["w"]]
+        found["left"] = v.tolist()
+        in_turn(comm, lambda: train(optimizer, {"w": w}, rank, PERIOD))
+        optimizer.finalize()
+        now = {"w": w} if alone else {"u": u, "w": w}
+        if not alone:
+            optimizer.adopt(now)
+        found |= {"came": u.tolist(), "center": of_center(optimizer, now)}
+        in_turn(comm, lambda: train(optimizer, now, rank, 2 * PERIOD))
+        pushes = optimizer.synchronizer.state_dict()["pushes"]["pushes"]
+        optimizer.finalize()
+        return found | {"end": of_center(optimizer, now), "w": w.tolist(), "pushes": pushes}
+
+    together, alone = (run_ranks(3, partial(job, alone=each)) for each in (False, True))
+    for found, by_itself in zip(together, alone, strict=True):
+        assert found["before"] == found["adopted"]
+        assert by_itself["pushes"] == [5, 6, 5]
+        for key in ("before", "w", "pushes"):
+            np.testing.assert_allclose(found[key], by_itself[key], rtol=1e-12, atol=0)
+        np.testing.assert_allclose(found["end"]["w"], by_itself["end"]["w"], rtol=1e-12, atol=0)
+        assert found["left"] == together[0]["left"]
+        assert found["came"] == found["center"]["u"] == [1.0, 1.0, 1.0]
+        assert found["end"] == together[0]["end"]
+
+
+def test_asynchronous_training_is_refused_before_finalize() -> None:
     def job(comm: Communicator) -> None:
         model = started()
         optimizer = made(comm, model, "easgd", asynchronous=True)
-        with pytest.raises(RuntimeError, match=r"adopt\(\) is not available with asynchronous=True"):
+        text = r"adopt\(\) is not available in asynchronous training before its finalize\(\): call finalize"
+        for steps in (1, 0):
+            train(optimizer, model, comm.rank, steps)
+            with pytest.raises(RuntimeError, match=text):
+                optimizer.adopt(model)
+        optimizer.finalize()
+        train(optimizer, model, comm.rank, 1 - comm.rank)
+        with pytest.raises(RuntimeError, match=text):
             optimizer.adopt(model)
+        optimizer.finalize()
+        optimizer.adopt({"w": model["w"]})
+        optimizer.adopt(model)
 
-    run_ranks(1, job)
+    run_ranks(2, job)
 
 
 def test_a_quorum_is_refused() -> None:
@@ -342,6 +402,6 @@ def test_no_option_is_forgotten() -> None:
     optimizer = made(None, started(), "average")  # type: ignore[arg-type]
     of_replica, refused = (
         {"replica", "outer", "rates", "local_optimizer"},
-        {"asynchronous", "use_locking", "center_file", "staleness_power", "quorum", "grace_seconds"},
+        {"quorum"},
     )
     assert optimizer.synchronizer.arguments().keys() | of_replica | refused | {"journal"} == options

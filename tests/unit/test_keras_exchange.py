@@ -116,6 +116,8 @@ def test_what_cannot_be_exchanged_between_batches_is_refused() -> None:
         exchange(network(), AGN)
     with pytest.raises(TypeError, match=r"`model` must be a keras\.Model\. Received: NoneType"):
         exchange(None, hvdp.Averaging())
+    with pytest.raises(ValueError, match=r"with Keras on PyTorch only.*Received: Keras on tensorflow"):
+        exchange(network(), hvdp.Averaging(), parameters="present")
     model = network()
     callback = exchange(model, hvdp.Averaging())
     model.compile(keras.optimizers.SGD(0.1), loss="mse", steps_per_execution=2)

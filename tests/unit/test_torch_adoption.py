@@ -135,6 +135,55 @@ def test_freeze_thaw_and_add_a_group(algorithm: str, way: str) -> None:
         assert found["end"] == together[0]["end"] or algorithm == "easgd"
 
 
+def test_a_parameter_that_is_removed_from_its_group() -> None:
+    """The center's optimizer, which follows the groups of the local one, keeps its state of those that stay."""
+
+    def job(comm: Communicator, alone: bool) -> list[float]:
+        model = Net()
+        model.v.requires_grad = not alone
+        optimizer = made(comm, model, "agn")
+        train(optimizer, model, comm.rank, PERIOD)
+        model.v.requires_grad, model.v.grad = False, None
+        optimizer.param_groups[0]["params"] = [model.w]
+        if not alone:
+            optimizer.adopt()
+        train(optimizer, model, comm.rank, PERIOD)
+        w: list[float] = model.w.tolist()
+        return w
+
+    together, alone = (run_ranks(2, partial(job, alone=each)) for each in (False, True))
+    assert together == alone
+
+
+@pytest.mark.parametrize("algorithm", ["diloco", "agn"])
+def test_after_finalize_of_asynchronous_training(algorithm: str) -> None:
+    """What stays trains as if it were alone."""
+
+    def job(comm: Communicator, alone: bool) -> list[Any]:
+        model = Net()
+        model.v.requires_grad = not alone
+        optimizer = made(comm, model, algorithm, asynchronous=True)
+        assert "before its finalize" in optimizer.synchronizer.adoption_refusal()
+        optimizer.synchronizer.begin()
+        for part in range(2):
+            for rank in range(comm.size):
+                train(optimizer, model, comm.rank, PERIOD if rank == comm.rank else 0)
+                comm.allgather_object(None, "in turn")
+            optimizer.finalize()
+            if not part and not alone:
+                model.v.requires_grad = False
+                model.u = torch.nn.Parameter(torch.full((3,), 1.0 + comm.rank, dtype=torch.float64))
+                optimizer.add_param_group({"params": [model.u]})
+                optimizer.adopt()
+                assert model.u.tolist() == [1.0] * 3
+        with optimizer.center():
+            return [model.w.tolist(), None if alone else [model.u.tolist(), model.v.tolist()]]
+
+    together, alone = (run_ranks(2, partial(job, alone=each)) for each in (False, True))
+    assert [found[0] for found in together] == [pytest.approx(found[0], rel=1e-6) for found in alone]
+    assert together[0] == together[1]
+
+
 def test_a_set_that_changes_without_adopt_is_an_error_that_names_it() -> None:
     def job(comm: Communicator) -> None:
         model = Net()
@@ -197,10 +246,11 @@ def test_pairs_need_the_model() -> None:
 def test_kinds_of_training_that_can_never_adopt_say_so_before_they_begin() -> None:
     def job(comm: Communicator) -> None:
         assert made(comm, Net(), "easgd").synchronizer.adoption_refusal() is None
-        never = made(comm, Net(), "easgd", asynchronous=True)
-        assert never.synchronizer.adoption_refusal() == "with asynchronous=True"
+        never = made(comm, Net(), "easgd", quorum=1)
+        assert never.synchronizer.adoption_refusal() == "with a quorum"
+        never.finalize()
 
-    run_ranks(1, job)
+    run_ranks(2, job)
 
 
 def test_several_levels_are_refused() -> None:

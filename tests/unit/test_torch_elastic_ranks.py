@@ -231,6 +231,46 @@ def test_a_rank_is_lost_in_sync(center: str, ahead: int, places: tuple[int, int]
         assert found == [committed[0], (3, 3, at_center, at_center), committed[1]]
 
 
+@pytest.mark.parametrize("center", ["replicated", thorough("sharded")])
+def test_local_parameters_stay_with_their_worker(center: str) -> None:
+    """Of any shape: commits hold them, nobody takes the root's, and a worker that joins has those it was made with."""
+
+    def head_of(value: float) -> Callable[[], Worker]:
+        def make() -> Worker:
+            model = torch.nn.Module()
+            model.x = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+            model.head = torch.nn.Parameter(torch.full((HERE.communicator.rank + 1,), value, dtype=torch.float64))
+            model.head.grad = torch.ones_like(model.head)
+            local = torch.optim.SGD(model.parameters(), lr=0.125)
+            options = {"center": center, "parameters": {"head": "local"}}
+            optimizer = hvdp.PeriodicOptimizer(local, model, hvdp.DiLoCo, PERIOD, **options)
+            return Worker(model, optimizer, local, hvdp.elastic.State(model, optimizer, batch=0))
+
+        return make
+
+    def first(worker: Worker) -> Any:
+        worker.state.sync()
+        worker.train(3)
+        worker.state.commit()
+        committed = worker.found(), worker.model.head.tolist()
+        worker.train(1)
+        return worker, committed
+
+    def again(worker: Worker) -> Any:
+        worker.begin_again()
+        at_once = worker.found(), worker.model.head.tolist()
+        worker.train(1)
+        return at_once, worker.model.head.tolist(), worker.model.x.tolist()
+
+    ((zero, committed), _, (two, of_last)) = together([head_of(1.0), head_of(2.0), head_of(3.0)], first)
+    assert (committed[1], of_last[1]) == ([0.625], [2.625] * 3)
+    found = together([zero, head_of(4.0), two], again)
+    at_center = committed[0][-1]
+    assert [at_once for at_once, *_ in found] == [committed, ((3, 3, at_center, at_center), [4.0] * 2), of_last]
+    assert [head for _, head, _ in found] == [[0.5], [3.875] * 2, [2.5] * 3]
+    assert len({str(x) for *_, x in found}) == 1
+
+
 @pytest.mark.parametrize("left", [[0], [3, 1]])
 @pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
 def test_ranks_are_removed(center: str, left: list[int]) -> None:
