@@ -2,8 +2,9 @@
 
 A *unit* is what changes together, such as a bucket of the center with its momentum and its counts. It lies in a *slot*.
 A worker copies the unit to a slot of its own, computes there, and then swaps the slots, provided that nobody has done
-so since it began to copy; otherwise it begins again. Nobody writes into a slot in which a unit lies. So a worker that goes
-on after others have changed the unit changes nothing and begins again, and one that never goes on has changed nothing.
+so since it began to copy; otherwise it begins again. Nobody writes into a slot in which a unit lies. So a worker that
+goes on after others have changed the unit changes nothing and begins again, and one that never goes on has changed
+nothing.
 
 What is compared and swapped is the version of a unit, through a log to which workers append what they propose: *version
 v of the unit is replaced by what is in slot s*. The operating system appends one proposal after the other. Of those for
