@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,8 +34,8 @@ PATIENCE = 0.1
 _KEPT = 2**13
 """Records of the log that a worker reads before it notes what it knows, and lets the system forget them."""
 
-_SLOT_BITS = 20
-"""Low bits of a noted word, which hold a slot; those above hold the version."""
+_SLOT_BITS = 22
+"""Low bits of a noted word, which hold a slot, of four million; those above hold a version, of two trillion."""
 
 _ALIGNMENT = 64
 
@@ -151,9 +151,6 @@ class Slots:
         worker: the rank of this worker, and the number of workers.
         in_turn: workers wait for each other as long as the unit changes meanwhile. Without it, they may compute in
             vain; the results are right either way.
-
-    Raises:
-        ValueError: there are more slots than versions can name.
     """
 
     def __init__(
@@ -244,15 +241,14 @@ class Slots:
 
     def _wait(self, unit: int) -> int:
         """Return a lock that this worker holds now: the first whose holder is not stuck."""
-        for number in count(unit, len(self._sizes)):
-            if self._memory.try_lock(number):
-                self._stuck.discard(number)
+        number = unit
+        while not self._memory.try_lock(number):
+            if number not in self._stuck and self._wait_for(number, unit):
                 return number
-            if number not in self._stuck:
-                if self._wait_for(number, unit):
-                    return number
-                self._stuck.add(number)
-        raise AssertionError("there is no end of numbers")
+            self._stuck.add(number)
+            number += len(self._sizes)
+        self._stuck.discard(number)
+        return number
 
     def _wait_for(self, number: int, unit: int) -> bool:
         """Wait for a lock; return False if its holder is stuck."""
@@ -283,8 +279,6 @@ def _plan(sizes: Sequence[int], workers: int) -> tuple[list[int], list[int]]:
         classes[unit] = of_class
     counts = 8 * workers
     slots = [widths[each] + counts for each in classes] + [width + counts for width in widths for _ in range(workers)]
-    if len(slots) >= 1 << _SLOT_BITS:
-        raise ValueError(f"The center has too many buckets for shared memory. Received: {len(slots)} slots")
     starts = [0]
     for nbytes in (8 * workers * (1 + len(sizes)), *slots):
         starts.append(starts[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)

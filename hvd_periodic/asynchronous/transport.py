@@ -107,7 +107,7 @@ class MemoryTransport(Transport):
         optimizer: optimizer of the center, if there is one.
         shapes: shape and dtype of the arrays of its state.
         use_locking: whether transactions wait for each other. Without it, those that collide are computed again, and
-            those of an optimizer that moves the center may be lost.
+            reads of a center that an optimizer moves may see it half moved.
         center: memory of a file that shows the center. Default: there is none.
     """
 
