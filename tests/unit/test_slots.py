@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hvd_periodic import Communicator
+from hvd_periodic.algorithms import BMUF, EASGD, Algorithm, Averaging, DiLoCo, SlowMo
 from hvd_periodic.asynchronous import slots as module
 from hvd_periodic.asynchronous.slots import Slots
 from hvd_periodic.comm.shared_memory import WindowMemory
 from hvd_periodic.comm.threads import run
 from hvd_periodic.comm.transports import LocalMemory, SharedMemory
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
+from tests.conftest import PATIENCE
 
 pytestmark = [pytest.mark.core, pytest.mark.timeout(120)]
 
@@ -31,17 +39,13 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def window(nbytes: int) -> Iterator[tuple[WindowMemory, Callable[[], WindowMemory]]]:
-    """Open a window, as one process does; also return what opens it in another."""
+def window(nbytes: int) -> Iterator[tuple[WindowMemory, str, int]]:
+    """Open a window; also return its path and its size, with which other processes open it."""
     with tempfile.NamedTemporaryFile() as file:
         size = -(-nbytes // 2**16) * 2**16
         os.ftruncate(file.fileno(), size)
-
-        def opened() -> WindowMemory:
-            return WindowMemory(os.open(file.name, os.O_RDWR), size)
-
-        memory = opened()
-        yield memory, opened
+        memory = WindowMemory(os.open(file.name, os.O_RDWR), size)
+        yield memory, file.name, size
         memory.close()
 
 
@@ -192,48 +196,52 @@ def test_threads_that_change_one_unit_at_a_time() -> None:
     assert run(4, each) == [200] * 4
 
 
-def _child(opened: Callable[[], WindowMemory], rank: int, pushes: int) -> int:
-    """Push in a process of its own; return its id."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        memory = opened()
-        slots = Slots(memory, memory.buffer[: Slots.nbytes(SIZES, WORKERS)], SIZES, (rank, WORKERS))
-        for _ in range(pushes):
-            push(slots)
-        status = 0
-    finally:
-        os._exit(status)
+def of_process(memory: WindowMemory, rank: int) -> Slots:
+    """Return the slots of a process that hurries."""
+    module.PATIENCE, module._KEPT = 0.01, 256
+    return Slots(memory, memory.buffer[: Slots.nbytes(SIZES, WORKERS)], SIZES, (rank, WORKERS))
 
 
-def test_processes_that_are_stopped_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is stopped wherever it is, until another has pushed; and so on, in turn. The log is forgotten many times."""
-    monkeypatch.setattr(module, "_KEPT", 256)
-    pushes = 400
-    with window(Slots.nbytes(SIZES, WORKERS)) as (memory, opened):
-        mine = Slots(memory, memory.buffer[: Slots.nbytes(SIZES, WORKERS)], SIZES, (0, WORKERS))
-        children = [_child(opened, rank, pushes) for rank in (1, 2)]
-        own = 0
+def child(path: str, size: int, rank: int, pushes: int) -> None:
+    """Push, in a process of its own."""
+    slots = of_process(WindowMemory(os.open(path, os.O_RDWR), size), rank)
+    for _ in range(pushes):
+        push(slots)
+
+
+def test_processes_that_are_stopped_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are stopped wherever they are, until another has pushed, over and over. The log is forgotten many times."""
+    monkeypatch.setattr(module, "_KEPT", module._KEPT)
+    pushes = 1000
+    with window(Slots.nbytes(SIZES, WORKERS)) as (memory, path, size):
+        mine, own = of_process(memory, 0), 0
+        call = "import sys; from tests.unit.test_slots import child; child(sys.argv[1], *map(int, sys.argv[2:]))"
+        words = [sys.executable, "-c", call, path, str(size)]
+        children = [
+            subprocess.Popen([*words, str(rank), str(pushes)], cwd=Path(__file__).parents[2]) for rank in (1, 2)
+        ]
         try:
-            while total(mine) < pushes:
-                for child in children:
-                    os.kill(child, signal.SIGSTOP)
-                    push(mine)
-                    own += 1
-                    os.kill(child, signal.SIGCONT)
+            while not total(mine) and all(each.poll() is None for each in children):
+                time.sleep(0.01)
+            while total(mine) - own < pushes and all(each.poll() is None for each in children):
+                for each in children:
+                    each.send_signal(signal.SIGSTOP)
+                push(mine)
+                own += 1
+                for each in children:
+                    each.send_signal(signal.SIGCONT)
+                time.sleep(0.001)
+            assert [each.wait(PATIENCE * 30) for each in children] == [0, 0]
         finally:
-            for child in children:
-                os.kill(child, signal.SIGCONT)
-        ends = [os.waitpid(child, 0)[1] for child in children]
-        assert ends == [0, 0]
+            for each in children:
+                each.kill()
+                each.wait()
         assert total(mine) == own + 2 * pushes
 
 
 def test_the_log_of_a_window_is_forgotten(tmp_path: Path) -> None:
     """Zeros are in place of whole pages of records."""
-    with window(1) as (memory, _):
+    with window(1) as (memory, *_):
         records = [[number, 1, 2, 3] for number in range(1, 2**13)]
         for record in records:
             memory.append(record)
@@ -247,3 +255,66 @@ def test_the_log_of_a_window_is_forgotten(tmp_path: Path) -> None:
         assert memory.records(0)[0] == [0] * 4
         assert memory.records(5000)[0] == records[5000]
         assert os.fstat(memory._file).st_blocks < before
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "elastic averaging": EASGD(0.25),
+    "averaging": Averaging(),
+    "diloco": DiLoCo(),
+    "slowmo": SlowMo(),
+    "bmuf": BMUF(),
+}
+
+
+def trained(algorithm: Algorithm, interrupted: bool) -> list[Any]:
+    """Two workers push in turn; in the second turn, one is stopped before it swaps until the other has pushed, or not.
+
+    Return what both have then, all vectors of the center, and the counts of pushes.
+    """
+    begun, pushed = Event(), Event()
+
+    def each(communicator: Communicator) -> Any:
+        rank, x = communicator.rank, np.zeros(5)
+        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, algorithm, 1, asynchronous=True, process_set=communicator)
+        synchronizer = optimizer.synchronizer
+        synchronizer.begin()
+
+        def step(turns: list[int]) -> None:
+            for turn in turns:
+                if rank == turn:
+                    optimizer.step([(1.0 + rank) * (x - np.arange(5.0) - rank)])
+                communicator.allgather_object(None, "turn")
+
+        step([0, 1])
+        if not interrupted:
+            step([1, 0])
+        elif rank == 1:
+            assert begun.wait(PATIENCE * 30)
+            optimizer.step([(1.0 + rank) * (x - np.arange(5.0) - rank)])
+            pushed.set()
+        else:
+            versions = synchronizer.exchanger.worker.transport._slots.versions
+            propose = versions.propose
+
+            def stopped(unit: int, *arguments: int) -> None:
+                if unit == 0 and not begun.is_set():
+                    begun.set()
+                    assert pushed.wait(PATIENCE * 30)
+                propose(unit, *arguments)
+
+            versions.propose = stopped
+            optimizer.step([(1.0 + rank) * (x - np.arange(5.0) - rank)])
+        communicator.allgather_object(None, "pushed")
+        step([0, 1])
+        state = synchronizer.state_dict()
+        vectors = {key: value["x"].tolist() for key, value in state["vectors"]["parameters"].items()}
+        communicator.allgather_object(None, "seen")
+        return x.tolist(), vectors, state["pushes"]["windows"], state["pushes"]["pushes"]
+
+    return run(2, each)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_who_is_stopped_pushes_on_the_center_as_it_is_then(name: str) -> None:
+    """To the bit what workers have that push one after the other."""
+    assert trained(ALGORITHMS[name], interrupted=True) == trained(ALGORITHMS[name], interrupted=False)
