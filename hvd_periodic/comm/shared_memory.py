@@ -29,6 +29,9 @@ _PAGE = mmap.ALLOCATIONGRANULARITY
 _PART = 2**18
 """Bytes of the log that are read at once."""
 
+_LOG_BYTES = 2**20
+"""Bytes left free for a log, which takes less as long as it is forgotten."""
+
 _LIVENESS_LOCKS = 2**40
 """Number of the first liveness lock. A process holds one for as long as it lives."""
 
@@ -184,16 +187,16 @@ def _reserve(file: int, nbytes: int, spare: int) -> None:
     """Allocate all memory of a file now, filled with zeros: a shortage raises here, and ends no process later.
 
     Raises:
-        OSError: there is not enough for it and ``spare`` more bytes.
+        OSError: there is not enough for it, a log and ``spare`` more bytes.
     """
     system = os.fstatvfs(file)
     free = system.f_bavail * system.f_frsize
     try:
-        os.posix_fallocate(file, 0, nbytes + spare)
+        os.posix_fallocate(file, 0, nbytes + _LOG_BYTES + spare)
     except OSError as error:
         raise OSError(
-            f"it needs {nbytes / 2**20:.1f} MiB in {FOLDER} and {spare / 2**20:.0f} MiB to spare for MPI, and "
-            f"{free / 2**20:.1f} MiB are free ({error.strerror})"
+            f"it needs {(nbytes + _LOG_BYTES) / 2**20:.1f} MiB in {FOLDER} and {spare / 2**20:.0f} MiB to spare for "
+            f"MPI, and {free / 2**20:.1f} MiB are free ({error.strerror})"
         ) from error
     os.ftruncate(file, nbytes)
 
