@@ -171,6 +171,8 @@ class Slots:
         first = range(len(sizes), len(self._slots), self._workers)
         self._own = [start + self._rank for start in first]
         self._changes = [0] * len(sizes)
+        self._proposed: dict[int, tuple[int, int, int]] = {}
+        """Of a class: the unit, the number of its change, and the slot to replace, until the result is known."""
         self._stuck: set[int] = set()
 
     @staticmethod
@@ -186,25 +188,22 @@ class Slots:
             function: changes the bytes of a copy, and returns nothing that shares memory with it. It is called again
                 with another copy if another worker has changed the unit meanwhile.
         """
-        number = self._changes[unit] + 1
+        kind = self._classes[unit]
+        self._settle(kind)  # An exception, such as an interrupt, may have come between a proposal and its result.
         while True:
-            own = self._own[self._classes[unit]]
+            own, number = self._own[kind], self._changes[unit] + 1
             memory, changes = self._parts(unit, own)
             version, slot = self._copy(unit, own)
             result = function(memory)
             changes[self._rank] = number
+            self._proposed[kind] = unit, number, slot
             self.versions.propose(unit, version, own)
-            if self._has_changed(unit, number):
-                self._own[self._classes[unit]], self._changes[unit] = slot, number
+            if self._settle(kind):
                 return result
 
     def read(self, unit: int, function: Callable[[np.ndarray], T]) -> T:
         """Return what a function returns for the bytes of a unit: a copy, as it may be called on others in vain."""
-        while True:
-            version, slot = self.versions.now(unit)
-            result = function(self._parts(unit, slot)[0])
-            if self.versions.now(unit)[0] == version:
-                return result
+        return self._look(unit, lambda parts: function(parts[0]))
 
     @contextmanager
     def turn(self, unit: int) -> Iterator[None]:
@@ -226,13 +225,27 @@ class Slots:
             if self.versions.now(unit) == now:
                 return now
 
-    def _has_changed(self, unit: int, number: int) -> bool:
-        """Return whether a change of this worker was swapped in: the unit counts those of every worker."""
+    def _settle(self, kind: int) -> bool:
+        """Return whether the last proposal of a slot of a class holds; then the slot that it replaces is this worker's.
+
+        The unit counts the changes of every worker, also those that others have replaced since.
+        """
+        if kind not in self._proposed:
+            return False
+        unit, number, slot = self._proposed[kind]
+        holds = self._look(unit, lambda parts: int(parts[1][self._rank])) == number
+        if holds:
+            self._own[kind], self._changes[unit] = slot, number
+        del self._proposed[kind]
+        return holds
+
+    def _look(self, unit: int, function: Callable[[tuple[np.ndarray, np.ndarray]], T]) -> T:
+        """Return what a function returns for the parts of one version of a unit."""
         while True:
             version, slot = self.versions.now(unit)
-            seen = int(self._parts(unit, slot)[1][self._rank])
+            result = function(self._parts(unit, slot))
             if self.versions.now(unit)[0] == version:
-                return seen == number
+                return result
 
     def _parts(self, unit: int, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes of a unit in a slot, and how often each worker has changed it."""

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(200)
 
 PROGRAM = "asynchronous_scenarios"
 MODES = ("window", "service", "sharded")
-OF_LIBRARY = ("descriptions", "messages", "conservation", "elastic_in_turn", "refused")
+OF_LIBRARY = ("descriptions", "messages", "conservation", "elastic_in_turn", "stopped_inside", "refused")
 """What ranks do to reach each other."""
 
 ON_HOSTS = ("descriptions", "conservation", "elastic_in_turn")

@@ -143,8 +143,8 @@ def test_a_worker_may_be_stopped_anywhere(kept: int, when: str, pushes: int, mon
     assert at > 8
 
 
-def test_a_worker_that_never_goes_on_takes_its_own_slot_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it dies, the others go on, and it has pushed or it has not."""
+def test_a_worker_that_never_goes_on_takes_its_own_slot_only() -> None:
+    """Wherever it dies, the others go on, and it has pushed or it has not. If it was only interrupted, it goes on."""
 
     class KilledError(Exception):
         pass
@@ -172,6 +172,9 @@ def test_a_worker_that_never_goes_on_takes_its_own_slot_only(monkeypatch: pytest
             for each in others:
                 push(each)
         assert {total(each) for each in others} == {done + 10}
+        seen = [push(each) for each in (one, others[0], one, others[1])]
+        assert seen == list(range(done + 10, done + 14))
+        assert total(one) == done + 14
     assert at > 8
 
 
