@@ -21,10 +21,11 @@ _NAMES = {"f4": "F32", "f8": "F64", "i4": "I32", "i8": "I64"}
 
 
 class CenterFile:
-    """A file whose pages are the memory of the center: whatever ends the ranks, even all at once, the file remains.
+    """A file whose pages show the center: whatever ends the ranks, even all at once, the file remains.
 
-    It is a valid safetensors file at all times, even while it changes. If a rank dies in a transaction, the bucket may
-    be moved in part. The system flushes pages to disk in its own time: a host that loses power loses some seconds.
+    It is a valid safetensors file at all times, even while it changes. They are the memory of a center that has one
+    holder; in shared memory, each worker copies what it has moved. If a rank dies in a transaction, the bucket may be
+    moved in part. The system flushes pages to disk in its own time: a host that loses power loses some seconds.
 
     Until the root's first exchange the file is named ``PATH.unfinished``; then it is renamed to ``PATH``, and an older
     file of that name, such as the previous job's, from which training may have begun, to ``PATH.previous``.

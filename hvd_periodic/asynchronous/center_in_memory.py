@@ -10,6 +10,7 @@ import numpy as np
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.asynchronous.ledger import Ledger, ledger_bucket
+from hvd_periodic.asynchronous.slots import PlacedStore
 from hvd_periodic.centers.by_range import ByRange
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.centers.norm_bounds import NormBounds
@@ -126,7 +127,9 @@ class CenterInMemory:
         parts: tensors that are exchanged.
         shares: the layout of this holder's share of each part.
         workers: number of workers.
-        buffer: ``uint8`` memory of :meth:`nbytes`.
+        buffer: ``uint8`` memory of :meth:`nbytes`; of the parts in place, if not all are.
+        in_place: number of parts, the first ones, whose vectors lie in the buffer. Those of the others, and the count
+            of the window of each bucket, lie where :meth:`place` says. Default: all.
 
     Attributes:
         buckets: the shares of all buckets, by number; the last one is the ledger.
@@ -136,19 +139,25 @@ class CenterInMemory:
     """
 
     def __init__(
-        self, parts: Sequence[ExchangedTensors], shares: Sequence[Layout], workers: int, buffer: np.ndarray
+        self,
+        parts: Sequence[ExchangedTensors],
+        shares: Sequence[Layout],
+        workers: int,
+        buffer: np.ndarray,
+        in_place: int | None = None,
     ) -> None:
+        in_place = len(parts) if in_place is None else in_place
         self.space = ArraySpace()
         self.parts = list(parts)
         self._places = numbered(parts, shares)
         self.count = sum(len(share.buckets) for share in shares)
         self.optimized = len(shares[0].buckets) if parts[0].optimized else 0
-        self.vectors: list[dict[str, FlatStore[Any]]] = [{} for _ in parts]
+        self.vectors: list[dict[str, FlatStore[Any] | PlacedStore]] = [{} for _ in parts]
         """The vectors of every part, by name."""
         self.total: FlatStore[Any] | None = None
         """The gradient for the outer optimizer, if one moves the center; of the first part only."""
         self._by_range = [ByRange(part.algorithm, cast(Any, self), part.layout) for part in parts]
-        pieces = _pieces(parts, shares, workers)
+        pieces = _pieces(parts[:in_place], shares[:in_place], workers)
 
         def arena(kind: str, size: int) -> np.ndarray:
             piece = next(pieces)
@@ -156,10 +165,11 @@ class CenterInMemory:
 
         for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
             for key in part.keys:
-                self.vectors[index][key] = FlatStore(share, arena)
+                self.vectors[index][key] = FlatStore(share, arena) if index < in_place else PlacedStore(share)
             if part.optimized:
                 self.total = FlatStore(share, arena)
-        self.ledger = Ledger(self.count, arena("int64", Ledger.size(self.count, workers)))
+        words = Ledger.size(self.count, workers)
+        self.ledger = Ledger(self.count, arena("int64", words) if in_place == len(parts) else np.zeros(words, np.int64))
         of_ledger = ledger_bucket(len(self._places), self.ledger.memory.size)
         self.buckets = [*(bucket for _, _, bucket in self._places), of_ledger]
 
@@ -176,6 +186,22 @@ class CenterInMemory:
         for piece in _pieces(parts, shares, workers):
             if piece.key == "center":
                 yield piece.part, piece.kind, piece.start
+
+    @staticmethod
+    def sizes(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> list[int]:
+        """Return, for every bucket of the center, the bytes that :meth:`place` needs."""
+        places = [(parts[part], bucket) for part, key, bucket in numbered(parts, shares) if key == "center"]
+        return [_aligned(bucket.nbytes) * len(part.keys) + _ALIGNMENT for part, bucket in places]
+
+    def place(self, index: int, memory: np.ndarray) -> np.ndarray:
+        """Let all vectors of a bucket of the center lie in some memory; return the count of its window there."""
+        part, _, bucket = self._places[index]
+        stores, width = self.vectors[part], _aligned(bucket.nbytes)
+        for start, key in zip(range(0, memory.size, width or 1), self.parts[part].keys, strict=False):
+            vector = memory[start : start + bucket.nbytes].view(bucket.kind.split()[0])
+            cast(PlacedStore, stores[key]).places[bucket.index] = vector
+        window: np.ndarray = memory[-_ALIGNMENT:].view(np.int64)[:1]
+        return window
 
     def lock_of(self, index: int) -> int:
         """Return the number of the lock of a bucket: all vectors of a bucket of the center have the lock of that."""
@@ -326,6 +352,10 @@ def empty(bucket: Bucket) -> np.ndarray:
     return np.empty(bucket.size, bucket.kind.split()[0])
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 def _pieces(parts: Sequence[ExchangedTensors], shares: Sequence[Layout], workers: int) -> Iterator[_Arena]:
     """Yield the arenas in the order in which a center allocates them."""
     position = 0
@@ -333,7 +363,7 @@ def _pieces(parts: Sequence[ExchangedTensors], shares: Sequence[Layout], workers
     def arena(part: int, key: str, kind: str, nbytes: int) -> _Arena:
         nonlocal position
         start = position
-        position = -(-(start + nbytes) // _ALIGNMENT) * _ALIGNMENT
+        position = _aligned(start + nbytes)
         return _Arena(part, key, kind, start, start + nbytes)
 
     for index, (part, share) in enumerate(zip(parts, shares, strict=True)):

@@ -7,14 +7,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors
+from hvd_periodic.asynchronous.ledger import Ledger
+from hvd_periodic.asynchronous.slots import Slots
 from hvd_periodic.comm.transports import SharedMemory
 from hvd_periodic.outer.framework import OuterOptimizer
+from hvd_periodic.vectors.store import FlatStore
+
+T = TypeVar("T")
 
 _LOOK = 0.005
 """Seconds between two looks whether a group of workers is closed."""
@@ -87,9 +94,11 @@ _STEPPED, _HEADER = 1, 8
 
 
 class MemoryTransport(Transport):
-    """Every worker performs the whole exchange itself, in memory that all workers see, under a lock per bucket.
+    """Every worker performs the whole exchange itself, in memory that all workers see.
 
-    If an optimizer moves the center, one lock covers all its buckets, and its state is in the same memory.
+    A bucket of the center with all its vectors is a unit of :class:`.Slots`, and so is the ledger: a worker that is
+    stopped or killed in the middle of a transaction is in nobody's way. If an optimizer moves the center, its buckets
+    and its state are moved where they lie, under one lock, for which the others wait.
 
     Args:
         allocate: returns shared memory of a given number of bytes.
@@ -97,8 +106,9 @@ class MemoryTransport(Transport):
         worker: the rank of this worker, and the number of workers.
         optimizer: optimizer of the center, if there is one.
         shapes: shape and dtype of the arrays of its state.
-        use_locking: whether transactions exclude each other. Without locking, additions that collide may be lost.
-        center: memory for the center, which all workers share. Default: part of the allocated memory.
+        use_locking: whether transactions wait for each other. Without it, those that collide are computed again, and
+            reads of a center that an optimizer moves may see it half moved.
+        center: memory of a file that shows the center. Default: there is none.
     """
 
     def __init__(
@@ -115,61 +125,74 @@ class MemoryTransport(Transport):
         self._optimizer = optimizer
         self._use_locking = use_locking
         self._rank, workers = worker
-        header = 8 * _HEADER
-        end = header + (CenterInMemory.nbytes(parts, shares, workers) if center is None else 0)
-        sizes = [int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for shape, dtype in shapes]
-        offsets = [end + 64]
-        for size in sizes:
-            offsets.append(offsets[-1] + -(-size // 64) * 64)
-        self._memory = allocate(offsets[-1])
+        first = parts[: int(parts[0].optimized)]  # The part that the optimizer moves, where it lies.
+        ledger = Ledger.size(sum(len(share.buckets) for share in shares), workers)
+        units = [*CenterInMemory.sizes(parts, shares), -(-8 * ledger // 64) * 64]
+        units[: len(shares[0].buckets) * len(first)] = [0] * len(shares[0].buckets) * len(first)
+        arrays = [int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for shape, dtype in shapes]
+        of_first = CenterInMemory.nbytes(first, shares[: len(first)], workers) if center is None else 0
+        starts = [0]
+        for size in (8 * _HEADER, of_first, Slots.nbytes(units, workers), *arrays):
+            starts.append(starts[-1] + -(-size // 64) * 64)
+        self._memory = allocate(starts[-1])
         self.description = self._memory.description
-        buffer = self._memory.buffer
-        self._header = buffer[:header].view(np.int64)
-        self._center = CenterInMemory(parts, shares, workers, buffer[header:end] if center is None else center)
-        self._count, self._optimized = self._center.count, self._center.optimized
+        header, buffer, slots, *state = (self._memory.buffer[start:stop] for start, stop in pairwise(starts))
+        self._header = header.view(np.int64)
+        self._center = CenterInMemory(parts, shares, workers, buffer if center is None else center, len(first))
+        self._shown = None if center is None else CenterInMemory(parts, shares, workers, center)
+        self._slots = Slots(self._memory, slots, units, worker, in_turn=use_locking)
+        self._count, self._optimized, self._ledger_size = self._center.count, self._center.optimized, ledger
         self._state = [
-            buffer[start : start + size].view(dtype).reshape(shape)
-            for (shape, dtype), size, start in zip(shapes, sizes, offsets[:-1], strict=True)
+            each[:size].view(dtype).reshape(shape)
+            for (shape, dtype), size, each in zip(shapes, arrays, state, strict=True)
         ]
         bind(optimizer, self._center)
 
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Run the transactions in shared memory, bucket by bucket."""
-        with self._memory.lock(self._count):
-            self.missed, self.relative_speed = self._center.ledger.begin(self._rank, exchange.speed)
+        told = self._in_ledger(lambda ledger: ledger.begin(self._rank, exchange.speed))
+        self.missed, self.relative_speed = told
         exchange = replace(exchange, staleness=self.missed)
         if self._optimized:
             yield from self._step(payloads, exchange)
         for index in range(self._optimized, self._count):
-            payload = next(payloads)
-            with self._locked(index):
-                pulled = self._center.transact(index, payload, exchange)
-            yield pulled
+            yield self._transact(index, next(payloads), exchange)
 
     def take(self) -> None:
         """Note it in the ledger."""
-        with self._memory.lock(self._count):
-            self._center.ledger.take([self._rank])
+        self._in_ledger(lambda ledger: ledger.take([self._rank]))
 
     def gather(self, group: int, grace: float) -> tuple[int, float]:
         """Ask the ledger, by the clock of the host."""
-        with self._memory.lock(self._count):
-            return self._center.ledger.gather(group, time.monotonic(), grace)
+        now = time.monotonic()
+        if group:
+            return Ledger(self._count, self.read(len(self._center.buckets) - 1)).gather(group, now, grace)
+        return self._in_ledger(lambda ledger: ledger.gather(group, now, grace))
 
     def read(self, index: int) -> np.ndarray:
-        """Copy a bucket under its lock."""
-        with self._locked(index):
-            return self._center.read(index)
+        """Copy a bucket; of the ledger also the counts that lie with the buckets of the center."""
+        unit = self._center.lock_of(index)
+        if unit < self._optimized:
+            with self._locked(unit):
+                return self._center.read(index)
+        if unit < self._count:
+            return self._read(unit, lambda _: self._center.read(index))
+        with self._slots.turn(unit):
+            words = self._slots.read(unit, lambda memory: memory.view(np.int64)[: self._ledger_size].copy())
+        for bucket in range(self._optimized, self._count):
+            words[bucket] = self._read(bucket, lambda window: int(window[0]))
+        return words
 
     def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
-        """Copy all buckets and the state of the optimizer under one lock."""
-        with self._memory.lock(0, self._count + 1):
-            for index, values in enumerate(buckets):
-                self._center.write(index, values)
-            self._header[_STEPPED] = optimizer_state is not None
-            if optimizer_state is not None:
-                self._optimizer.load(optimizer_state)
-                self._optimizer.push(self._state)
+        """Set unit by unit, and the state of the optimizer under its lock."""
+        for index, values in enumerate(buckets):
+            self._write(index, values)
+        if self._optimized:
+            with self._memory.lock(0, self._optimized):
+                self._header[_STEPPED] = optimizer_state is not None
+                if optimizer_state is not None:
+                    self._optimizer.load(optimizer_state)
+                    self._optimizer.push(self._state)
 
     def optimizer_state(self) -> Any:
         """Return the state from the shared memory."""
@@ -181,7 +204,7 @@ class MemoryTransport(Transport):
 
     def close(self) -> None:
         """Release the memory."""
-        del self._center, self._header, self._state
+        del self._center, self._header, self._state, self._slots, self._shown
         self._memory.close()
 
     def _step(self, payloads: Iterator[np.ndarray], exchange: Exchange) -> Iterator[np.ndarray]:
@@ -201,11 +224,61 @@ class MemoryTransport(Transport):
                 pulled.append(self._center.read(index))
         yield from pulled
 
+    def _transact(self, index: int, payload: np.ndarray, exchange: Exchange) -> np.ndarray:
+        def transact(window: np.ndarray) -> np.ndarray:
+            self._center.ledger.windows[index] = window[0]
+            pulled = self._center.transact(index, payload, exchange)
+            window[0] = self._center.ledger.windows[index]
+            return pulled
+
+        return self._change(index, transact)
+
+    def _write(self, index: int, values: np.ndarray) -> None:
+        unit = self._center.lock_of(index)
+        if unit < self._optimized:
+            with self._locked(unit):
+                self._center.write(index, values)
+        elif unit < self._count:
+            self._change(unit, lambda _: self._center.write(index, values))
+        else:
+            self._in_ledger(lambda ledger: np.copyto(ledger.memory, values))
+            for bucket in range(self._optimized, self._count):
+                self._change(bucket, partial(np.copyto, src=values[bucket]))
+
+    def _change(self, unit: int, function: Callable[[np.ndarray], T]) -> T:
+        """Change a unit of the center, which lies in place inside the function; it gets the count of the window."""
+        with self._slots.turn(unit):
+            result = self._slots.change(unit, lambda memory: function(self._center.place(unit, memory)))
+            if self._shown is not None:
+                self._show(unit, self._shown)
+        return result
+
+    def _read(self, unit: int, function: Callable[[np.ndarray], T]) -> T:
+        with self._slots.turn(unit):
+            return self._slots.read(unit, lambda memory: function(self._center.place(unit, memory)))
+
+    def _show(self, unit: int, shown: CenterInMemory) -> None:
+        """Copy a unit to the file; once more if the unit has changed meanwhile, as others may have copied it before."""
+
+        def show(memory: np.ndarray) -> None:
+            self._center.place(unit, memory)
+            shown.write(unit, self._center.read(unit))
+
+        version = -1
+        while version != (version := self._slots.versions.now(unit)[0]):
+            self._slots.read(unit, show)
+
+    def _in_ledger(self, function: Callable[[Ledger], T]) -> T:
+        with self._slots.turn(self._count):
+            return self._slots.change(
+                self._count, lambda memory: function(Ledger(self._count, memory.view(np.int64)[: self._ledger_size]))
+            )
+
     def _locked(self, index: int) -> AbstractContextManager[object]:
-        return self._memory.lock(self._center.lock_of(index)) if self._use_locking else nullcontext()
+        return self._memory.lock(index) if self._use_locking else nullcontext()
 
 
 def bind(optimizer: OuterOptimizer, held: CenterInMemory) -> None:
     """Bind the optimizer to a center, if the algorithm has one."""
     if held.total is not None:
-        optimizer.bind_host(held.vectors[0]["center"], held.total, held.parts[0].layout)
+        optimizer.bind_host(cast(FlatStore[Any], held.vectors[0]["center"]), held.total, held.parts[0].layout)

@@ -105,7 +105,7 @@ class Worker:
         outer: optimizer that moves the center, if one does.
         parts: tensors that are exchanged.
         sharded: every rank holds one n-th of the center, unless the center is in memory that all ranks share.
-        use_locking: whether transactions in shared memory exclude each other.
+        use_locking: whether transactions in shared memory wait for each other.
         center_file: file that holds the center, if there is one.
         quorum: workers exchange together, in rounds that need so many of them; None: each alone.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from hvd_periodic.comm.base import common_barrier
-from hvd_periodic.comm.transports import Gather, NoSharedMemoryError, SharedMemory
+from hvd_periodic.comm.transports import RECORD, Gather, NoSharedMemoryError, SharedMemory
 
 FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 """Folder whose files are in memory."""
@@ -22,6 +22,15 @@ FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettem
 SPARE_BYTES_PER_RANK = 4 * 2**20
 """Bytes left free for every rank. Open MPI keeps a file of 4 MiB per rank in the same folder for its own messages; the
 file is sparse, and if the folder is full, the first access to one of its new pages ends the process."""
+
+_PAGE = mmap.ALLOCATIONGRANULARITY
+"""Bytes."""
+
+_PART = 2**18
+"""Bytes of the log that are read at once."""
+
+_LOG_BYTES = 2**20
+"""Bytes left free for a log, which takes less as long as it is forgotten."""
 
 _LIVENESS_LOCKS = 2**40
 """Number of the first liveness lock. A process holds one for as long as it lives."""
@@ -37,15 +46,20 @@ class WindowMemory(SharedMemory):
     is a loop that takes a core from ranks that compute, a dead rank would hold the lock forever, and without room for
     a window, access to its memory ends the process.
 
+    The log follows the memory in the file. POSIX makes finding the end of a file and writing there one step if it is
+    open with ``O_APPEND``. No record crosses a page, so that a process that is killed has written all of it or nothing.
+
     Args:
         file: descriptor of the file, which has its full size; closed at the end.
+        nbytes: this size, a number of pages.
     """
 
     description = "a window of shared memory"
 
-    def __init__(self, file: int) -> None:
-        self._file = file
-        self.buffer = np.frombuffer(mmap.mmap(file, 0), dtype=np.uint8)
+    def __init__(self, file: int, nbytes: int) -> None:
+        self._file, self._nbytes, self._forgotten = file, nbytes, 0
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
+        self.buffer = np.frombuffer(mmap.mmap(file, nbytes), dtype=np.uint8)
 
     @contextmanager
     def lock(self, start: int, count: int = 1) -> Iterator[None]:
@@ -55,6 +69,38 @@ class WindowMemory(SharedMemory):
             yield
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, count, start)
+
+    def try_lock(self, number: int) -> bool:
+        """Lock a byte of the file if no other process does."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+        except OSError:
+            return False
+        return True
+
+    def unlock(self, number: int) -> None:
+        """Unlock a byte of the file."""
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, number)
+
+    def append(self, record: list[int]) -> None:
+        """Write at the end of the file."""
+        os.write(self._file, np.array(record, np.int64).tobytes())
+
+    def records(self, start: int) -> list[list[int]]:
+        """Read part of the file."""
+        found = os.pread(self._file, _PART, self._nbytes + 8 * RECORD * start)
+        whole = len(found) // (8 * RECORD)
+        records: list[list[int]] = np.frombuffer(found, np.int64, whole * RECORD).reshape(-1, RECORD).tolist()
+        return records
+
+    def forget(self, stop: int) -> None:
+        """Remove pages from the file, which reads as zeros there."""
+        # A mapping has a descriptor of its own, and closing any descriptor of a file releases all of a process's locks.
+        end = 8 * RECORD * stop // _PAGE * _PAGE
+        if end > self._forgotten and hasattr(mmap, "MADV_REMOVE"):
+            start, self._forgotten = self._forgotten, end
+            with suppress(OSError), mmap.mmap(self._file, end - start, offset=self._nbytes + start) as pages:
+                pages.madvise(mmap.MADV_REMOVE)
 
     def hold_liveness_lock(self, rank: int) -> None:
         """Hold a rank's liveness lock until this process ends or closes the memory."""
@@ -108,7 +154,7 @@ def open_window(rank: int, gather: Gather, nbytes: int, spare: int) -> WindowMem
     Raises:
         NoSharedMemoryError: there is no room for it, or some rank cannot open the file; on all ranks.
     """
-    first = rank == 0
+    first, nbytes = rank == 0, -(-nbytes // _PAGE) * _PAGE
     file, path, problem = -1, "", ""
     try:
         if first:
@@ -134,23 +180,23 @@ def open_window(rank: int, gather: Gather, nbytes: int, spare: int) -> WindowMem
         if file >= 0:
             os.close(file)
         raise NoSharedMemoryError(problem)
-    return WindowMemory(file)
+    return WindowMemory(file, nbytes)
 
 
 def _reserve(file: int, nbytes: int, spare: int) -> None:
     """Allocate all memory of a file now, filled with zeros: a shortage raises here, and ends no process later.
 
     Raises:
-        OSError: there is not enough for it and ``spare`` more bytes.
+        OSError: there is not enough for it, a log and ``spare`` more bytes.
     """
     system = os.fstatvfs(file)
     free = system.f_bavail * system.f_frsize
     try:
-        os.posix_fallocate(file, 0, nbytes + spare)
+        os.posix_fallocate(file, 0, nbytes + _LOG_BYTES + spare)
     except OSError as error:
         raise OSError(
-            f"it needs {nbytes / 2**20:.1f} MiB in {FOLDER} and {spare / 2**20:.0f} MiB to spare for MPI, and "
-            f"{free / 2**20:.1f} MiB are free ({error.strerror})"
+            f"it needs {(nbytes + _LOG_BYTES) / 2**20:.1f} MiB in {FOLDER} and {spare / 2**20:.0f} MiB to spare for "
+            f"MPI, and {free / 2**20:.1f} MiB are free ({error.strerror})"
         ) from error
     os.ftruncate(file, nbytes)
 
@@ -178,7 +224,7 @@ class LivenessBarrier:
 
     def __init__(self, memory: WindowMemory, rank: int, size: int) -> None:
         self._memory, self._rank, self._size = memory, rank, size
-        self._words = memory.buffer.view(np.int64).reshape(size, 3)
+        self._words = memory.buffer[: self.nbytes(size)].view(np.int64).reshape(size, 3)
         self._entered = 0
         self._ended: set[int] = set()
         memory.hold_liveness_lock(rank)

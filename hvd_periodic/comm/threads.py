@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -92,15 +92,30 @@ class ThreadCommunicator(Communicator):
 
 
 class _ThreadMemory(LocalMemory):
-    """Memory of one process, with a lock for all of it."""
+    """Memory of one process, and locks of threads."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
-        self._lock = threading.Lock()
+        self._locks: dict[int, threading.Lock] = {}
 
-    def lock(self, start: int, count: int = 1) -> AbstractContextManager[object]:
-        """Hold the lock."""
-        return self._lock
+    @contextmanager
+    def lock(self, start: int, count: int = 1) -> Iterator[None]:
+        """Hold locks, in the order of their numbers, so that threads cannot deadlock."""
+        with ExitStack() as held:
+            for number in range(start, start + count):
+                held.enter_context(self._lock(number))
+            yield
+
+    def try_lock(self, number: int) -> bool:
+        """Hold a lock if it is free."""
+        return self._lock(number).acquire(blocking=False)
+
+    def unlock(self, number: int) -> None:
+        """Release a lock."""
+        self._lock(number).release()
+
+    def _lock(self, number: int) -> threading.Lock:
+        return self._locks.setdefault(number, threading.Lock())
 
 
 class _ThreadRequest:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,10 @@ SHORT, LONG = 5e-5, 2e-3
 
 A rank that waits sleeps: waiting inside MPI would take a core from ranks that compute.
 """
+
+
+RECORD = 4
+"""64-bit integers of a record in the log of a shared memory."""
 
 
 class NoSharedMemoryError(RuntimeError):
@@ -42,6 +47,32 @@ class SharedMemory(ABC):
         Locks are numbers, not positions in the buffer. A rank holds one range of locks at a time.
         """
 
+    @abstractmethod
+    def try_lock(self, number: int) -> bool:
+        """Hold a lock, unless another rank does; return whether this one holds it now."""
+
+    @abstractmethod
+    def unlock(self, number: int) -> None:
+        """Release a lock."""
+
+    @abstractmethod
+    def append(self, record: list[int]) -> None:
+        """Append a record of :data:`RECORD` 64-bit integers to the log of the memory: all of it, or nothing.
+
+        Records of all ranks come one after the other, in an order in which all read them.
+        """
+
+    @abstractmethod
+    def records(self, start: int) -> list[list[int]]:
+        """Return records of the log from one on, perhaps not all; none if there are no more.
+
+        There are zeros in place of those that have been forgotten.
+        """
+
+    @abstractmethod
+    def forget(self, stop: int) -> None:
+        """Release the memory of records before this one, or of most of them; this rank must hold no lock."""
+
     def close(self) -> None:
         """Release the system's resources; the buffer must not be used afterwards. Collective."""
 
@@ -53,10 +84,38 @@ class LocalMemory(SharedMemory):
 
     def __init__(self, nbytes: int) -> None:
         self.buffer = np.zeros(nbytes, np.uint8)
+        self._log: list[list[int]] = []
+        self._forgotten = 0
+        self._of_log = Lock()
 
     def lock(self, start: int, count: int = 1) -> AbstractContextManager[object]:
         """Return a context that locks nothing: there is no other rank."""
         return nullcontext()
+
+    def try_lock(self, number: int) -> bool:
+        """Return True."""
+        return True
+
+    def unlock(self, number: int) -> None:
+        """Do nothing."""
+
+    def append(self, record: list[int]) -> None:
+        """Append to a list."""
+        with self._of_log:
+            self._log.append(record)
+
+    def records(self, start: int) -> list[list[int]]:
+        """Return part of the list."""
+        with self._of_log:
+            if start < self._forgotten:
+                return [[0] * RECORD]
+            return self._log[start - self._forgotten :]
+
+    def forget(self, stop: int) -> None:
+        """Remove records from the list."""
+        with self._of_log:
+            del self._log[: max(0, stop - self._forgotten)]
+            self._forgotten = max(self._forgotten, stop)
 
 
 @dataclass(frozen=True)

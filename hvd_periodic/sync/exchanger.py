@@ -94,7 +94,7 @@ class Exchanger(ABC, Generic[V]):
     Args:
         context: collaborators and settings.
         place: placement of the parameters' center, as requested.
-        use_locking: whether exchanges in shared memory exclude each other.
+        use_locking: whether exchanges in shared memory wait for each other.
 
     Attributes:
         steps_agree: whether ranks exchange at the same local steps.

@@ -107,8 +107,8 @@ class ReplicaSynchronizer(Generic[V]):
         asynchronous: exchange with one center, on the root, without waiting for other ranks. The center is then in
             shared memory where all ranks are on one host; otherwise on the root, or with ``center="sharded"`` one n-th
             of it on every rank. :meth:`center`, :meth:`distance` and :meth:`state_dict` are not collective.
-        use_locking: whether asynchronous exchanges in shared memory exclude each other; without it, additions that
-            collide may be lost.
+        use_locking: whether asynchronous exchanges in shared memory wait for each other; without it, those that
+            collide are computed again.
         outer: an optimizer of the framework that moves the center, for algorithms that take one.
         rates: the learning rates of the local optimizer, for algorithms that ask for them.
         optimizer_state: policy for the local optimizer's state at an exchange.

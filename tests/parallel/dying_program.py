@@ -36,13 +36,12 @@ def ends(value: Any) -> Any:
 
 
 def die_inside(folder: Path, rank: int, x: np.ndarray, optimizer: Any) -> None:
-    """Let the next transaction be killed under its lock, when half of the center has moved."""
+    """Let the next transaction be killed when half of a bucket has moved, or the optimizer under its lock."""
 
     def half(held: CenterInMemory, index: int, payload: np.ndarray, exchange: Any) -> np.ndarray:
-        center = held.vectors[0]["center"].tensors()[0]
-        pushed = RATE * (payload - center)
-        center[: SIZE // 2] += pushed[: SIZE // 2]
-        report(folder, rank, x=x, steps=KILLED_AT, pushed=pushed)
+        center = held.vectors[0]["center"].read(held.buckets[index])
+        center[: SIZE // 2] += RATE * (payload - center)[: SIZE // 2]
+        report(folder, rank, x=x, steps=KILLED_AT)
         os.kill(os.getpid(), signal.SIGKILL)
         return payload
 
@@ -119,7 +118,7 @@ def main(folder: Path, algorithm: str, victim: int, where: str, more: int) -> No
             break
         if where != "waited" and rank == victim and steps == KILLED_AT - 1:
             if where == "between":
-                report(folder, rank, x=x, steps=steps, pushed=np.zeros(2))
+                report(folder, rank, x=x, steps=steps)
                 os.kill(os.getpid(), signal.SIGKILL)
             die_inside(folder, rank, x, optimizer)
         step(np.full(SIZE, -1.0 - rank))

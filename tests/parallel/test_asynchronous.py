@@ -12,6 +12,7 @@ from tests.helpers import random_arrays
 from tests.parallel.launch import LAUNCHERS, run_scenarios, start
 from tests.parallel.left_out_in_turn import ALGORITHMS, Slow, order_of
 from tests.parallel.program import column
+from tests.parallel.stopped_inside import local_steps
 from tests.parallel.tiers import thorough
 from tests.parallel.two_hosts import mpirun_on_two_hosts
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.timeout(200)
 
 PROGRAM = "asynchronous_scenarios"
 MODES = ("window", "service", "sharded")
-OF_LIBRARY = ("descriptions", "messages", "conservation", "elastic_in_turn", "refused")
+OF_LIBRARY = ("descriptions", "messages", "conservation", "elastic_in_turn", "stopped_inside", "refused")
 """What ranks do to reach each other."""
 
 ON_HOSTS = ("descriptions", "conservation", "elastic_in_turn")
@@ -252,6 +253,37 @@ def test_adopted_after_finalize(ranks: Reports, mode: str) -> None:
 
 def test_staleness(ranks: Reports) -> None:
     check_staleness(ranks, MODES)
+
+
+@pytest.mark.parametrize("place", ["bucket", "ledger"])
+def test_a_rank_that_is_stopped_inside_blocks_nobody(ranks: Reports, place: str) -> None:
+    """Others have pushed while it was; when it goes on, its push counts once, on the center as it is then.
+
+    Replayed in the order of the transactions, all replicas and the center are those of elastic averaging, to rounding.
+    """
+    reports, size = column(ranks, "stopped_inside", place), len(ranks)
+    x, c = np.zeros((size, 9)), np.zeros(9)
+    for bucket in range(3):
+        part = slice(3 * bucket, 3 * bucket + 3)
+        order = sorted(
+            (version[bucket], rank, push)
+            for rank, (_, _, versions, _) in enumerate(reports)
+            for push, version in enumerate(versions)
+        )
+        assert len({version for version, _, _ in order}) == len(order) == 3 + 6 * (size - 1)
+        assert [push for _, rank, push in order if rank == size - 1] == [0, 1, 2]
+        for _, rank, push in order:
+            x[rank, part] += np.array(local_steps(rank, push))[part]
+            difference = x[rank, part] - c[part]
+            x[rank, part] -= RATE * difference
+            c[part] += RATE * difference
+            assert reports[rank][0][push][part] == pytest.approx(x[rank, part].tolist(), rel=1e-12)
+    for rank, (seen, center, _, _) in enumerate(reports):
+        assert center == pytest.approx(c.tolist(), rel=1e-12)
+        assert seen[-1] == pytest.approx(x[rank].tolist(), rel=1e-12)
+    pushed = sum(np.array(local_steps(rank, push)) for rank in range(size) for push in range(len(reports[rank][0])))
+    assert np.allclose(x.sum(axis=0) + c, pushed, rtol=1e-12)
+    assert reports[-1][3] >= 4 * (size - 1), "pushes of the others while it was stopped"
 
 
 def test_accumulated_gradient_normalization_in_turn(ranks: Reports) -> None:

@@ -38,8 +38,8 @@ class ElasticAverageOptimizer(InitializedByTask):
         rho: strength ρ ≥ 0 of the elastic term, which :meth:`compute_gradients` and ``minimize`` add; in
             1/(learning rate). Default: ``moving_rate`` over the learning rate of ``opt``, as in ``tf.contrib.opt``,
             with a warning if ``opt`` rescales gradients, as Adam does; 0 without a getter.
-        use_locking: in asynchronous exchange through shared memory, whether a rank that reads and adds excludes other
-            ranks; without it, additions that collide may be lost. Synchronous exchanges never write concurrently.
+        use_locking: in asynchronous exchange through shared memory, whether ranks wait for their turn to read and add;
+            without it, those that collide compute again. Synchronous exchanges never write concurrently.
         synchronous: accepted and ignored; all ranks start together.
         name: name of the optimizer.
         asynchronous: every rank exchanges with one center at its own pace, without waiting for other ranks, as in

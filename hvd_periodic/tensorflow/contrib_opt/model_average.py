@@ -28,8 +28,8 @@ class ModelAverageOptimizer(GraphOptimizer):
             trainable variables are the replicas; centers, slots and counters are global variables. If ranks start with
             different values, without ``hvd.broadcast_global_variables(0)``, the first step broadcasts the root's.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        use_locking: in asynchronous exchange through shared memory, whether a rank that reads and adds excludes other
-            ranks; without it, additions that collide may be lost. Synchronous exchanges never write concurrently.
+        use_locking: in asynchronous exchange through shared memory, whether ranks wait for their turn to read and add;
+            without it, those that collide compute again. Synchronous exchanges never write concurrently.
         name: name of the optimizer.
         asynchronous: every rank exchanges with one center at its own pace: it adds one n-th of what its replica has
             moved since it last took the center, and takes the center. The center variables hold the center as this

@@ -1,0 +1,298 @@
+"""Vectors in shared memory that workers change without waiting for one that is stopped, or killed, in the middle.
+
+A *unit* is what changes together, such as a bucket of the center with its momentum and its counts. It lies in a *slot*.
+A worker copies the unit to a slot of its own, computes there, and then swaps the slots, provided that nobody has done
+so since it began to copy; otherwise it begins again. Nobody writes into a slot in which a unit lies. So a worker that
+goes on after others have changed the unit changes nothing and begins again, and one that never goes on has changed
+nothing.
+
+What is compared and swapped is the version of a unit, through a log to which workers append what they propose: *version
+v of the unit is replaced by what is in slot s*. The operating system appends one proposal after the other. Of those for
+one version the first holds, and all workers that read the log agree which one that is. (A log decides among any number
+of processes, where reads and writes of memory cannot: Herlihy 1991, Wait-Free Synchronization, ACM TOPLAS 13.)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hvd_periodic.comm.transports import LONG, SHORT, SharedMemory
+from hvd_periodic.vectors.layout import Bucket, Layout
+
+T = TypeVar("T")
+
+PATIENCE = 0.1
+"""Seconds for which a worker waits for its turn while a unit does not change."""
+
+_KEPT = 2**13
+"""Records of the log that a worker reads before it notes what it knows, and lets the system forget them."""
+
+_SLOT_BITS = 22
+"""Low bits of a noted word, which hold a slot, of four million; those above hold a version, of two trillion."""
+
+_ALIGNMENT = 64
+
+
+class PlacedStore:
+    """A store of buckets that lie in different places, from one transaction to the next.
+
+    Attributes:
+        places: the memory of each bucket that has a place now, by its index.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.places: dict[int, np.ndarray] = {}
+
+    def read(self, bucket: Bucket) -> np.ndarray:
+        """Return a view of a bucket."""
+        return self.places[bucket.index]
+
+    def write(self, bucket: Bucket, value: Any) -> None:
+        """Copy a flat vector into a bucket."""
+        self.places[bucket.index][:] = value
+
+
+class Versions:
+    """The version and the slot of every unit, on which all workers agree.
+
+    A worker follows the log from its beginning, and the log is forgotten behind those who follow. One that has been
+    stopped for long resumes from what another one has noted.
+
+    Args:
+        memory: has the log.
+        notes: 64-bit integers, initially zero: for each worker how many records it has read, then version and slot of
+            every unit; only that worker writes them.
+        worker: the rank of this worker.
+    """
+
+    def __init__(self, memory: SharedMemory, notes: np.ndarray, worker: int) -> None:
+        self._memory, self._notes, self._worker = memory, notes, worker
+        self._units = [(0, unit) for unit in range(notes.shape[1] - 1)]
+        self._read = self._noted = 0
+
+    def now(self, unit: int) -> tuple[int, int]:
+        """Return the version of a unit, and the slot in which it lies."""
+        while not self._follow():
+            self._resume()
+        return self._units[unit]
+
+    def propose(self, unit: int, version: int, slot: int) -> None:
+        """Append that this slot shall replace a version."""
+        self._memory.append(_record(unit, version, slot))
+
+    def _follow(self) -> bool:
+        """Read the rest of the log; return False at a record that has been forgotten, or is not complete yet."""
+        while records := self._memory.records(self._read):
+            for record in records:
+                unit, version, slot = record[0] - 1, record[1], record[2]
+                if record != _record(unit, version, slot):
+                    return False
+                self._read += 1
+                if self._units[unit][0] == version:
+                    self._units[unit] = self._read, slot
+        return True
+
+    def tidy(self) -> None:
+        """Note what this worker knows, so that nobody needs the records before; now and then, and holding no lock."""
+        if self._read - self._noted < _KEPT:
+            return
+        mine = self._notes[self._worker]
+        for unit, (version, slot) in enumerate(self._units):
+            mine[1 + unit] = version << _SLOT_BITS | slot
+        _fence()
+        mine[0] = self._noted = self._read
+        _fence()
+        self._memory.forget(self._read)
+
+    def _resume(self) -> None:
+        """Go on from the notes of the worker that has read most, if that is more than this one has."""
+        most = max(self._notes, key=lambda notes: int(notes[0]))
+        read = int(most[0])
+        if read <= self._read:
+            return
+        _fence()
+        words = [int(word) for word in most[1:]]
+        self._units = [(word >> _SLOT_BITS, word & (1 << _SLOT_BITS) - 1) for word in words]
+        self._read = read
+
+
+def _record(unit: int, version: int, slot: int) -> list[int]:
+    """Return a record of the log; its last word tells it from what is forgotten, or not complete."""
+    return [unit + 1, version, slot, ~(unit + 1 ^ version ^ slot)]
+
+
+_ordered = threading.Lock()
+
+
+def _fence() -> None:
+    """Let other processors see what was written before in this order: a lock orders memory when it changes hands."""
+    for _ in range(2):
+        with _ordered:
+            pass
+
+
+class Slots:
+    """Units in shared memory, which workers change by swapping slots.
+
+    Slots of about one size are a class; every worker has one slot of each class besides those of the units.
+
+    Args:
+        memory: the shared memory.
+        region: :meth:`nbytes` bytes of it, initially zero.
+        sizes: bytes of each unit.
+        worker: the rank of this worker, and the number of workers.
+        in_turn: workers wait for each other as long as the unit changes meanwhile. Without it, they may compute in
+            vain; the results are right either way.
+    """
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        region: np.ndarray,
+        sizes: Sequence[int],
+        worker: tuple[int, int],
+        in_turn: bool = True,
+    ) -> None:
+        self._memory, self._in_turn = memory, in_turn
+        self._rank, self._workers = worker
+        self._sizes = list(sizes)
+        self._classes, starts = _plan(sizes, self._workers)
+        notes, *self._slots = (region[start:stop] for start, stop in pairwise(starts))
+        words = notes[: 8 * self._workers * (1 + len(sizes))].view(np.int64)
+        self.versions = Versions(memory, words.reshape(self._workers, -1), self._rank)
+        first = range(len(sizes), len(self._slots), self._workers)
+        self._own = [start + self._rank for start in first]
+        self._changes = [0] * len(sizes)
+        self._proposed: dict[int, tuple[int, int, int]] = {}
+        """Of a class: the unit, the number of its change, and the slot to replace, until the result is known."""
+        self._stuck: set[int] = set()
+
+    @staticmethod
+    def nbytes(sizes: Sequence[int], workers: int) -> int:
+        """Return the bytes that units of these sizes take."""
+        return _plan(sizes, workers)[1][-1]
+
+    def change(self, unit: int, function: Callable[[np.ndarray], T]) -> T:
+        """Change a unit; return what the function returned for the version that it changed.
+
+        Args:
+            unit: number of the unit.
+            function: changes the bytes of a copy, and returns nothing that shares memory with it. It is called again
+                with another copy if another worker has changed the unit meanwhile.
+        """
+        kind = self._classes[unit]
+        self._settle(kind)  # An exception, such as an interrupt, may have come between a proposal and its result.
+        while True:
+            own, number = self._own[kind], self._changes[unit] + 1
+            memory, changes = self._parts(unit, own)
+            version, slot = self._copy(unit, own)
+            result = function(memory)
+            changes[self._rank] = number
+            self._proposed[kind] = unit, number, slot
+            self.versions.propose(unit, version, own)
+            if self._settle(kind):
+                return result
+
+    def read(self, unit: int, function: Callable[[np.ndarray], T]) -> T:
+        """Return what a function returns for the bytes of a unit: a copy, as it may be called on others in vain."""
+        return self._look(unit, lambda parts: function(parts[0]))
+
+    @contextmanager
+    def turn(self, unit: int) -> Iterator[None]:
+        """Wait, asleep, until this worker is the only one to change a unit, or none of the others makes progress."""
+        number = self._wait(unit) if self._in_turn else None
+        try:
+            yield
+        finally:
+            if number is not None:
+                self._memory.unlock(number)
+        self.versions.tidy()
+
+    def _copy(self, unit: int, own: int) -> tuple[int, int]:
+        """Copy a unit to a slot; return the version that was copied, and its slot."""
+        size = self._sizes[unit] + 8 * self._workers
+        while True:
+            now = self.versions.now(unit)
+            self._slots[own][:size] = self._slots[now[1]][:size]
+            if self.versions.now(unit) == now:
+                return now
+
+    def _settle(self, kind: int) -> bool:
+        """Return whether the last proposal of a slot of a class holds; then the slot that it replaces is this worker's.
+
+        The unit counts the changes of every worker, also those that others have replaced since.
+        """
+        if kind not in self._proposed:
+            return False
+        unit, number, slot = self._proposed[kind]
+        holds = self._look(unit, lambda parts: int(parts[1][self._rank])) == number
+        if holds:
+            self._own[kind], self._changes[unit] = slot, number
+        del self._proposed[kind]
+        return holds
+
+    def _look(self, unit: int, function: Callable[[tuple[np.ndarray, np.ndarray]], T]) -> T:
+        """Return what a function returns for the parts of one version of a unit."""
+        while True:
+            version, slot = self.versions.now(unit)
+            result = function(self._parts(unit, slot))
+            if self.versions.now(unit)[0] == version:
+                return result
+
+    def _parts(self, unit: int, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes of a unit in a slot, and how often each worker has changed it."""
+        size, memory = self._sizes[unit], self._slots[slot]
+        return memory[:size], memory[size : size + 8 * self._workers].view(np.int64)
+
+    def _wait(self, unit: int) -> int:
+        """Return a lock that this worker holds now: the first whose holder is not stuck."""
+        number = unit
+        while not self._memory.try_lock(number):
+            if number not in self._stuck and self._wait_for(number, unit):
+                return number
+            self._stuck.add(number)
+            number += len(self._sizes)
+        self._stuck.discard(number)
+        return number
+
+    def _wait_for(self, number: int, unit: int) -> bool:
+        """Wait for a lock; return False if its holder is stuck."""
+        pause, version, since = SHORT, self.versions.now(unit)[0], time.monotonic()
+        while True:
+            time.sleep(pause)
+            if self._memory.try_lock(number):
+                return True
+            pause = min(2 * pause, LONG)
+            if time.monotonic() - since >= PATIENCE:
+                last, version, since = version, self.versions.now(unit)[0], time.monotonic()
+                if version == last:
+                    return False
+
+
+def _plan(sizes: Sequence[int], workers: int) -> tuple[list[int], list[int]]:
+    """Return the class of every unit, and where the notes begin, then every slot, and where the last one ends.
+
+    A class is closed where room for one more slot per worker is less than what smaller units would leave unused.
+    """
+    classes, of_class, widths = [0] * len(sizes), -1, list[int]()
+    order = sorted(range(len(sizes)), key=lambda unit: -sizes[unit])
+    for place, unit in enumerate(order):
+        left = len(order) - place
+        if of_class < 0 or (widths[-1] - sizes[unit]) * left > workers * sizes[unit]:
+            widths.append(sizes[unit])
+            of_class += 1
+        classes[unit] = of_class
+    counts = 8 * workers
+    slots = [widths[each] + counts for each in classes] + [width + counts for width in widths for _ in range(workers)]
+    starts = [0]
+    for nbytes in (8 * workers * (1 + len(sizes)), *slots):
+        starts.append(starts[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+    return classes, starts

@@ -1,0 +1,323 @@
+"""Units in shared memory, changed by workers of which some are stopped anywhere, go on later, or never."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_periodic import Communicator
+from hvd_periodic.algorithms import BMUF, EASGD, Algorithm, Averaging, DiLoCo, SlowMo
+from hvd_periodic.asynchronous import slots as module
+from hvd_periodic.asynchronous.slots import Slots
+from hvd_periodic.comm.shared_memory import WindowMemory
+from hvd_periodic.comm.threads import run
+from hvd_periodic.comm.transports import LocalMemory, SharedMemory
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
+from tests.conftest import PATIENCE
+
+pytestmark = [pytest.mark.core, pytest.mark.timeout(120)]
+
+SIZES = [64, 4096, 64]
+WORKERS = 3
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.01)
+
+
+@contextmanager
+def window(nbytes: int) -> Iterator[tuple[WindowMemory, str, int]]:
+    """Open a window; also return its path and its size, with which other processes open it."""
+    with tempfile.NamedTemporaryFile() as file:
+        size = -(-nbytes // 2**16) * 2**16
+        os.ftruncate(file.fileno(), size)
+        memory = WindowMemory(os.open(file.name, os.O_RDWR), size)
+        yield memory, file.name, size
+        memory.close()
+
+
+def workers_of(memory: SharedMemory) -> list[Slots]:
+    region = memory.buffer[: Slots.nbytes(SIZES, WORKERS)]
+    return [Slots(memory, region, SIZES, (rank, WORKERS)) for rank in range(WORKERS)]
+
+
+def push(slots: Slots, unit: int = 1) -> int:
+    """Add 1 to all numbers of a unit; return what they were."""
+
+    def add(memory: np.ndarray) -> int:
+        numbers = memory.view(np.int64)
+        assert numbers.min() == numbers.max(), "a copy of one version"
+        numbers += 1
+        return int(numbers[0]) - 1
+
+    with slots.turn(unit):
+        return slots.change(unit, add)
+
+
+def total(slots: Slots, unit: int = 1) -> int:
+    low, high = slots.read(unit, lambda memory: (memory.view(np.int64).min(), memory.view(np.int64).max()))
+    assert low == high
+    return int(low)
+
+
+CALLS = ("try_lock", "unlock", "append", "records", "forget")
+"""Between two calls of these, a worker touches nothing that others see but slots that are its own."""
+
+
+def stopping(memory: Any, at: int, when: str, meanwhile: Callable[[], object]) -> Callable[[], int]:
+    """Let a worker's call of a number be preceded or followed by what others do; return what counts the calls."""
+    seen, inside = 0, False
+
+    def stopped(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            nonlocal seen, inside
+            if inside:
+                return call(*arguments)
+            seen += 1
+            mine = seen == at
+            inside = mine
+            if mine and when == "before":
+                meanwhile()
+            result = call(*arguments)
+            if mine and when == "after":
+                meanwhile()
+            inside = False
+            return result
+
+        return run
+
+    for name in CALLS:
+        setattr(memory, name, stopped(getattr(memory, name)))
+    return lambda: seen
+
+
+@pytest.mark.parametrize("kept", [2, 2**13])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("pushes", [1, 2, 7])
+def test_a_worker_may_be_stopped_anywhere(kept: int, when: str, pushes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every call, for one push of others or many, whether or not the log is forgotten meanwhile: each push counts.
+
+    A push returns what it has moved: all pushes see different numbers.
+    """
+    monkeypatch.setattr(module, "_KEPT", kept)
+    at = 0
+    while True:
+        at += 1
+        memory = LocalMemory(Slots.nbytes(SIZES, WORKERS))
+        locks: set[int] = set()
+
+        def try_lock(number: int, locks: set[int] = locks) -> bool:
+            free = number not in locks
+            locks.add(number)
+            return free
+
+        monkeypatch.setattr(memory, "try_lock", try_lock)
+        monkeypatch.setattr(memory, "unlock", locks.discard)
+        one, *others = workers_of(memory)
+        seen = [push(each) for each in (*others, one)]
+
+        def meanwhile(others: list[Slots] = others, seen: list[int] = seen) -> None:
+            seen += [push(others[number % 2]) for number in range(pushes)]
+
+        calls = stopping(memory, at, when, meanwhile)
+        seen.append(push(one))
+        if calls() < at:
+            break
+        seen += [push(each) for each in (one, *others, one)]
+        assert sorted(seen) == list(range(len(seen))) == list(range(8 + pushes))
+        assert {total(each) for each in (one, *others)} == {len(seen)}
+        assert not locks
+    assert at > 8
+
+
+def test_a_worker_that_never_goes_on_takes_its_own_slot_only() -> None:
+    """Wherever it dies, the others go on, and it has pushed or it has not. If it was only interrupted, it goes on."""
+
+    class KilledError(Exception):
+        pass
+
+    def killed() -> None:
+        raise KilledError
+
+    at = 0
+    while True:
+        at += 1
+        memory = LocalMemory(Slots.nbytes(SIZES, WORKERS))
+        one, *others = workers_of(memory)
+        push(one)
+        calls = stopping(memory, at, "after", killed)
+        try:
+            push(one)
+        except KilledError:
+            pass
+        else:
+            assert calls() < at
+            break
+        done = total(others[0])
+        assert done in (1, 2)
+        for _ in range(5):
+            for each in others:
+                push(each)
+        assert {total(each) for each in others} == {done + 10}
+        seen = [push(each) for each in (one, others[0], one, others[1])]
+        assert seen == list(range(done + 10, done + 14))
+        assert total(one) == done + 14
+    assert at > 8
+
+
+def test_units_of_one_size_and_of_others() -> None:
+    memory = LocalMemory(Slots.nbytes(SIZES, WORKERS))
+    workers = workers_of(memory)
+    for number in range(20):
+        push(workers[number % 3], number % 2)
+        push(workers[0], 2)
+    assert [total(workers[1], unit) for unit in range(3)] == [10, 10, 20]
+
+
+def test_threads_that_change_one_unit_at_a_time() -> None:
+    def each(communicator: Any) -> int:
+        memory = communicator.shared_memory(Slots.nbytes(SIZES, 4))
+        slots = Slots(memory, memory.buffer, SIZES, (communicator.rank, 4), in_turn=communicator.rank < 2)
+        for _ in range(50):
+            push(slots)
+        communicator.allgather_object(None, "done")
+        return total(slots)
+
+    assert run(4, each) == [200] * 4
+
+
+def of_process(memory: WindowMemory, rank: int) -> Slots:
+    """Return the slots of a process that hurries."""
+    module.PATIENCE, module._KEPT = 0.01, 256
+    return Slots(memory, memory.buffer[: Slots.nbytes(SIZES, WORKERS)], SIZES, (rank, WORKERS))
+
+
+def child(path: str, size: int, rank: int, pushes: int) -> None:
+    """Push, in a process of its own."""
+    slots = of_process(WindowMemory(os.open(path, os.O_RDWR), size), rank)
+    for _ in range(pushes):
+        push(slots)
+
+
+def test_processes_that_are_stopped_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are stopped wherever they are, until another has pushed, over and over. The log is forgotten many times."""
+    monkeypatch.setattr(module, "_KEPT", module._KEPT)
+    pushes = 1000
+    with window(Slots.nbytes(SIZES, WORKERS)) as (memory, path, size):
+        mine, own = of_process(memory, 0), 0
+        call = "import sys; from tests.unit.test_slots import child; child(sys.argv[1], *map(int, sys.argv[2:]))"
+        words = [sys.executable, "-c", call, path, str(size)]
+        children = [
+            subprocess.Popen([*words, str(rank), str(pushes)], cwd=Path(__file__).parents[2]) for rank in (1, 2)
+        ]
+        try:
+            while not total(mine) and all(each.poll() is None for each in children):
+                time.sleep(0.01)
+            while total(mine) - own < pushes and all(each.poll() is None for each in children):
+                for each in children:
+                    each.send_signal(signal.SIGSTOP)
+                push(mine)
+                own += 1
+                for each in children:
+                    each.send_signal(signal.SIGCONT)
+                time.sleep(0.001)
+            assert [each.wait(PATIENCE * 30) for each in children] == [0, 0]
+        finally:
+            for each in children:
+                each.kill()
+                each.wait()
+        assert total(mine) == own + 2 * pushes
+
+
+def test_the_log_of_a_window_is_forgotten(tmp_path: Path) -> None:
+    """Zeros are in place of whole pages of records."""
+    with window(1) as (memory, *_):
+        records = [[number, 1, 2, 3] for number in range(1, 2**13)]
+        for record in records:
+            memory.append(record)
+        read: list[list[int]] = []
+        while some := memory.records(len(read)):
+            read += some
+        assert read == records
+        before = os.fstat(memory._file).st_blocks
+        memory.forget(5000)
+        memory.forget(4000)
+        assert memory.records(0)[0] == [0] * 4
+        assert memory.records(5000)[0] == records[5000]
+        assert os.fstat(memory._file).st_blocks < before
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "elastic averaging": EASGD(0.25),
+    "averaging": Averaging(),
+    "diloco": DiLoCo(),
+    "slowmo": SlowMo(),
+    "bmuf": BMUF(),
+}
+
+
+def trained(algorithm: Algorithm, interrupted: bool) -> list[Any]:
+    """Two workers push in turn; in the second turn, one is stopped before it swaps until the other has pushed, or not.
+
+    Return what both have then, all vectors of the center, and the counts of pushes.
+    """
+    begun, pushed = Event(), Event()
+
+    def each(communicator: Communicator) -> Any:
+        rank, x = communicator.rank, np.zeros(5)
+        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, algorithm, 1, asynchronous=True, process_set=communicator)
+        synchronizer = optimizer.synchronizer
+        synchronizer.begin()
+
+        def step(turns: list[int]) -> None:
+            for turn in turns:
+                if rank == turn:
+                    optimizer.step([(1.0 + rank) * (x - np.arange(5.0) - rank)])
+                communicator.allgather_object(None, "turn")
+
+        step([0, 1])
+        if not interrupted:
+            step([1, 0])
+        elif rank == 1:
+            assert begun.wait(PATIENCE * 30)
+            optimizer.step([(1.0 + rank) * (x - np.arange(5.0) - rank)])
+            pushed.set()
+        else:
+            versions = synchronizer.exchanger.worker.transport._slots.versions
+            propose = versions.propose
+
+            def stopped(unit: int, *arguments: int) -> None:
+                if unit == 0 and not begun.is_set():
+                    begun.set()
+                    assert pushed.wait(PATIENCE * 30)
+                propose(unit, *arguments)
+
+            versions.propose = stopped
+            optimizer.step([(1.0 + rank) * (x - np.arange(5.0) - rank)])
+        communicator.allgather_object(None, "pushed")
+        step([0, 1])
+        state = synchronizer.state_dict()
+        vectors = {key: value["x"].tolist() for key, value in state["vectors"]["parameters"].items()}
+        communicator.allgather_object(None, "seen")
+        return x.tolist(), vectors, state["pushes"]["windows"], state["pushes"]["pushes"]
+
+    return run(2, each)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_who_is_stopped_pushes_on_the_center_as_it_is_then(name: str) -> None:
+    """To the bit what workers have that push one after the other."""
+    assert trained(ALGORITHMS[name], interrupted=True) == trained(ALGORITHMS[name], interrupted=False)
