@@ -183,10 +183,10 @@ def run(
 ) -> None:
     """Follow the cases, and on two ranks go on from checkpoints; or write these. Report the lines of this rank.
 
-    In thorough runs and in recordings, these are all cases; otherwise, beside numpy's, those that ``in_turn`` chooses.
+    In thorough runs and in recordings, these are all cases; otherwise, but for numpy's, those that ``in_turn`` chooses.
     """
     take_graphs_as_built()
-    if os.environ.get(THOROUGH) == "0" and front_end != "numpy":
+    if os.environ.get(THOROUGH) != "1" and front_end != "numpy":
         planned = in_turn(planned)
     lines: dict[str, list[str]] = {}
     for case in () if saving else planned:

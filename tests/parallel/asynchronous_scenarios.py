@@ -31,7 +31,7 @@ from tests.conformance.messages_contract import check_messages
 from tests.counting import CountsInGroup
 from tests.helpers import random_arrays
 from tests.parallel import left_out_in_turn as in_turn_of
-from tests.parallel.program import NotApplicableError, Scenarios, attempt
+from tests.parallel.program import NotApplicableError, Scenarios, attempt, repeated
 from tests.parallel.torch_job import hvd
 
 MODES: dict[str, tuple[str, str]] = {
@@ -182,13 +182,13 @@ def messages() -> Any:
 def conservation(mode: str) -> Any:
     """Workers on their own clocks: the sum of all replicas and the center, less what was added locally."""
     found = []
-    for root in sorted({0, hvd.size() - 1}):
+    for root in sorted({*repeated(0), hvd.size() - 1}):
         tensors = [*awkward(7), torch.nn.Parameter(torch.randn(8))]
         optimizer = elastic(mode, tensors, moving_rate=0.3, root_rank=root)
         optimizer.synchronizer.begin()
         start, generator = flat(tensors), random.Random(hvd.rank())
         moved = torch.zeros_like(start)
-        for _ in range(15 + 7 * hvd.rank()):
+        for _ in range(10 + 5 * hvd.rank()):
             for _ in range(generator.randrange(3)):
                 optimizer.step()
             before = flat(tensors)

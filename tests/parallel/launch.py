@@ -42,7 +42,7 @@ MODULES = {
 }
 """What the ranks of a framework share; nothing of it may start a thread, or MPI. For trainers, see ``beside.py``.
 
-``alone``: under torchrun, where scenarios have no Horovod.
+``alone``: for scenarios that have no Horovod, as under torchrun.
 """
 
 BEYOND = {"torch": "torch alone", "trainers alone": "torch alone", "trainers": "trainers alone"}
