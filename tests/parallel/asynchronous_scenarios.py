@@ -398,10 +398,10 @@ def left_out_in_turn(mode: str) -> Any:
 
 OF_MODES: dict[str, dict[str, Sequence[str]]] = {
     "window": {
-        **dict.fromkeys(("sgd", "adam", "momentum later", "counts in its groups"), ("sum",)),
+        **dict.fromkeys(("adam", *repeated("sgd", "momentum later", "counts in its groups")), ("sum",)),
         "momentum": ("sum", "average"),
     },
-    "service": dict.fromkeys(("sgd", "momentum", "momentum later"), ("sum",)),
+    "service": dict.fromkeys(("sgd", "momentum later", *repeated("momentum")), ("sum",)),
     "sharded": {"adam": ("sum",), "momentum": ("average",), "counts in its groups": ("sum",)},
 }
 """What moves the center, and what it is given."""

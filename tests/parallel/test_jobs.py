@@ -276,13 +276,13 @@ def test_comparison_of_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """Each rank leaves a file named by rank and size; the last one fails if it is told to, before it imports anything."""
+    """Each rank leaves a file named by rank and size; rank 1 fails if it is told to, before it imports anything."""
     file = tmp_path / "script.py"
     file.write_text(
         "import os, pathlib, sys\n"
         "if sys.argv[2] != '0':\n"
-        "    last = os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('HOROVOD_RANK')) != '0'\n"
-        "    sys.exit(int(sys.argv[2]) if last else 0)\n"
+        "    number = os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('HOROVOD_RANK'))\n"
+        "    sys.exit(int(sys.argv[2]) if number == '1' else 0)\n"
         "import horovod.torch as hvd\n"
         "hvd.init()\n"
         "(pathlib.Path(sys.argv[1]) / f'{hvd.rank()} of {hvd.size()}').touch()\n"
