@@ -97,9 +97,9 @@ CASES: dict[str, Callable[[torch.nn.Module], Any]] = {
     "distributed": distributed,
     "post-local": after_a_synchronous_phase,
 }
-if WITHOUT_HOROVOD:
-    chosen = [*SOME, *repeated(*(name for name in CASES if name not in OF_HOROVOD))]
-    CASES = {name: make for name, make in CASES.items() if name in chosen}
+CASES = {name: make for name, make in CASES.items() if not (WITHOUT_HOROVOD and name in OF_HOROVOD)}
+FOLLOWED = [name for name in CASES if name in SOME or not WITHOUT_HOROVOD or repeated(name)]
+"""Cases that go on to the bit, and among others."""
 
 
 def train(model: torch.nn.Module, optimizer: Any, first: int, last: int, scheduler: Any = None) -> None:
@@ -184,7 +184,7 @@ def exact() -> Any:
     interrupted and of training that was; and the center when it was saved.
     """
     results = {}
-    for number, name in enumerate(CASES):
+    for number, name in enumerate(FOLLOWED):
         path = SHARED / f"{hvd.size()}" / name
         model, optimizer, scheduler = made(name)
         train(model, optimizer, 0, SAVED, scheduler)
@@ -213,7 +213,7 @@ def among_others() -> Any:
     """Of what jobs of other numbers of ranks have saved: what is loaded, at which step, and how training goes on."""
     results = {}
     for saved in sorted(SHARED.iterdir()):
-        for name in [] if saved.name == str(hvd.size()) else CASES:
+        for name in [] if saved.name == str(hvd.size()) else FOLLOWED:
             model, optimizer, scheduler = made(name)
             values = hvdp.load(saved / name, model, optimizer, scheduler=scheduler, epoch=-1)
             loaded = bits(list(model.parameters()))
