@@ -8,7 +8,7 @@ does round; it gets gradients that do not depend on where it is, so that nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -181,6 +181,22 @@ def mixed(size: int) -> Iterator[Case]:
 def statistics() -> Iterator[Case]:
     """Yield what has averaged buffers."""
     yield from everywhere(*(Case(algorithm, kind="statistics") for algorithm in ("elastic_rho", "average", "agn")))
+
+
+def in_turn(planned: Iterable[Case]) -> list[Case]:
+    """Return the cases of every run where steps take their time: plain training in all placements, all other in one.
+
+    These take turns: over the algorithms, each placement has everything that is special. Of large ones, one remains.
+    """
+    alike: dict[Case, list[Case]] = {}
+    for case in planned:
+        any_algorithm = {"algorithm": ""} if case.kind == "large" else {}
+        alike.setdefault(replace(case, center="", **any_algorithm), []).append(case)
+    chosen = []
+    for number, found in enumerate(alike.values()):
+        plain = (found[0].dtype, found[0].course, found[0].kind, found[0].local) == ("float32", "even", "", "momentum")
+        chosen += found if plain else [found[number % len(found)]]
+    return chosen
 
 
 def checkpoints() -> Iterator[Case]:

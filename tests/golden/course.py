@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from tests.golden.cases import RESUMED_AT, Array, Case, checkpoints
-from tests.parallel.program import end_together, take_graphs_as_built
+from tests.golden.cases import RESUMED_AT, Array, Case, checkpoints, in_turn
+from tests.parallel.program import THOROUGH, end_together, take_graphs_as_built
 
 HERE = Path(__file__).parent
 CHECKPOINTS = HERE / "checkpoints"
@@ -180,8 +181,13 @@ def run(
     saving: bool = False,
     kept: Iterable[Case] | None = None,
 ) -> None:
-    """Follow all cases, and on two ranks go on from checkpoints; or write these. Report the lines of this rank."""
+    """Follow the cases, and on two ranks go on from checkpoints; or write these. Report the lines of this rank.
+
+    In thorough runs and in recordings, these are all cases; otherwise, but for numpy's, those that ``in_turn`` chooses.
+    """
     take_graphs_as_built()
+    if os.environ.get(THOROUGH) != "1" and front_end != "numpy":
+        planned = in_turn(planned)
     lines: dict[str, list[str]] = {}
     for case in () if saving else planned:
         lines[case.name] = follow(case, make, rank, folder)

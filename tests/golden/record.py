@@ -6,11 +6,13 @@ python -m tests.golden.record checkpoints   # before them the checkpoints, which
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
 
 from tests.golden import files, jobs
+from tests.parallel.program import THOROUGH
 
 PATIENT = 600.0
 """Seconds for a job: nobody waits for a recording."""
@@ -18,6 +20,7 @@ PATIENT = 600.0
 
 def main(anew: bool) -> None:
     """Run all jobs."""
+    os.environ[THOROUGH] = "1"
     found = {}
     for front_end in jobs.FRONT_ENDS:
         for size in jobs.SIZES:

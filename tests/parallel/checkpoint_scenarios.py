@@ -19,7 +19,7 @@ import hvd_periodic.torch as hvdp
 from hvd_periodic.centers import saved_states
 from hvd_periodic.checkpoints import files
 from tests.conftest import PATIENCE
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import Scenarios, attempt, repeated
 from tests.parallel.scenarios import bits
 from tests.parallel.torch_job import WITHOUT_HOROVOD, hvd
 
@@ -33,6 +33,12 @@ SAVED, END = 5, 11
 
 OF_HOROVOD = ("distributed", "post-local")
 """Cases around an optimizer of Horovod's own."""
+
+SOME = (
+    *("easgd adam", "agn", "agn root", "agn sharded", "agn fragments", "agn fragments sharded", "average overlap"),
+    *("int8", "levels"),
+)
+"""Cases without Horovod of every run: those that differ in how ranks exchange and who saves."""
 
 
 def network() -> torch.nn.Module:
@@ -92,6 +98,8 @@ CASES: dict[str, Callable[[torch.nn.Module], Any]] = {
     "post-local": after_a_synchronous_phase,
 }
 CASES = {name: make for name, make in CASES.items() if not (WITHOUT_HOROVOD and name in OF_HOROVOD)}
+FOLLOWED = [name for name in CASES if name in SOME or not WITHOUT_HOROVOD or repeated(name)]
+"""Cases that go on to the bit, and among others."""
 
 
 def train(model: torch.nn.Module, optimizer: Any, first: int, last: int, scheduler: Any = None) -> None:
@@ -176,7 +184,7 @@ def exact() -> Any:
     interrupted and of training that was; and the center when it was saved.
     """
     results = {}
-    for number, name in enumerate(CASES):
+    for number, name in enumerate(FOLLOWED):
         path = SHARED / f"{hvd.size()}" / name
         model, optimizer, scheduler = made(name)
         train(model, optimizer, 0, SAVED, scheduler)
@@ -205,7 +213,7 @@ def among_others() -> Any:
     """Of what jobs of other numbers of ranks have saved: what is loaded, at which step, and how training goes on."""
     results = {}
     for saved in sorted(SHARED.iterdir()):
-        for name in [] if saved.name == str(hvd.size()) else CASES:
+        for name in [] if saved.name == str(hvd.size()) else FOLLOWED:
             model, optimizer, scheduler = made(name)
             values = hvdp.load(saved / name, model, optimizer, scheduler=scheduler, epoch=-1)
             loaded = bits(list(model.parameters()))

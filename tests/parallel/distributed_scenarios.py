@@ -18,7 +18,7 @@ import torch
 
 import hvd_periodic.torch as hvdp
 from tests import oracle
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import Scenarios, attempt, crossed
 
 scenario = Scenarios()
 GROUPS: list[Any] = []
@@ -191,22 +191,21 @@ def statistics() -> Any:
 def started() -> Any:
     """Other weights on every rank: what all start from, also after a load on rank 0; of all algorithms and places."""
     results = {}
-    for name in OPTIMIZERS:
-        for center in ("replicated", "root", "sharded"):
-            w = parameter()
-            inner = distributed(w, GROUPS[0].local)
-            optimizer = OPTIMIZERS[name](inner, [("w", w)], process_set=GROUPS[0].cross, center=center)
-            seen = [w.tolist()]
-            if hvd.rank() == 0:
-                w.data.fill_(7.0)
-            optimizer.zero_grad()
-            backward(w)
-            optimizer.step()
-            optimizer.synchronizer.audit()
-            with optimizer.center():
-                seen.append(w.tolist())
-            results[f"{name} {center}"] = [*seen, optimizer.synchronizer.counters.skipped_updates]
-            optimizer.finalize()
+    for name, center in crossed(list(OPTIMIZERS), ("replicated", "root", "sharded")):
+        w = parameter()
+        inner = distributed(w, GROUPS[0].local)
+        optimizer = OPTIMIZERS[name](inner, [("w", w)], process_set=GROUPS[0].cross, center=center)
+        seen = [w.tolist()]
+        if hvd.rank() == 0:
+            w.data.fill_(7.0)
+        optimizer.zero_grad()
+        backward(w)
+        optimizer.step()
+        optimizer.synchronizer.audit()
+        with optimizer.center():
+            seen.append(w.tolist())
+        results[f"{name} {center}"] = [*seen, optimizer.synchronizer.counters.skipped_updates]
+        optimizer.finalize()
     return results
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import hvd_periodic.torch as hvdp
-from tests.parallel.program import NotApplicableError, Scenarios, attempt
+from tests.parallel.program import NotApplicableError, Scenarios, attempt, crossed
 from tests.parallel.scenarios import bits
 
 scenario = Scenarios()
@@ -37,7 +37,7 @@ PLACES: dict[str, dict[str, Any]] = {
 def cases() -> list[tuple[str, str]]:
     """Return algorithms and places that go together, on this launcher."""
     places = [place for place in PLACES if place != "asynchronous" or hvd.mpi_enabled()]
-    return [(name, place) for name in MADE for place in places if (name, place) != ("average", "asynchronous")]
+    return [case for case in crossed(list(MADE), places) if case != ("average", "asynchronous")]
 
 
 def network() -> torch.nn.Module:
@@ -80,41 +80,40 @@ def weights_loaded_after_construction() -> Any:
     of replica and center after an exchange, steps, updates; and the same with a loop of one's own.
     """
     results = {}
-    for name, place in cases():
-        for lines in (True, False):
-            for wrapped in (True, False):
-                model = network()
-                inner = local(model)
-                if wrapped:
-                    optimizer = MADE[name](inner, model, **PLACES[place])
-                    synchronizer = optimizer.synchronizer
-                else:
-                    made = {"easgd": hvdp.EASGD(0.25), "average": hvdp.Averaging(), "agn": hvdp.AGN()}[name]
-                    synchronizer = hvdp.Synchronizer(model, made, 2, optimizer=inner, **PLACES[place])
-                if hvd.rank() == 0:
-                    model.load_state_dict({k: torch.full_like(v, 5) for k, v in model.state_dict().items()})
-                if lines:
-                    broadcasts(model, optimizer if wrapped else inner)
-                for inputs in batches(2):
-                    inner.zero_grad()
-                    (1e-3 * model(inputs)).square().mean().backward()
-                    if wrapped:
-                        optimizer.step()
-                    else:
-                        if name == "agn":
-                            synchronizer.prepare_gradients()
-                        inner.step()
-                        synchronizer.step()
-                synchronizer.finalize()
-                far = [max((p.detach() - 5).abs().max().item() for p in model.parameters())]
-                with synchronizer.center():
-                    far.append(max((p.detach() - 5).abs().max().item() for p in model.parameters()))
-                counters = synchronizer.counters
-                results[f"{name} {place} {lines} {wrapped}"] = [
-                    max(far),
-                    counters.local_steps,
-                    counters.skipped_updates,
-                ]
+    ways = [(True, True), (True, False), (False, True), (False, False)]
+    for (name, place), (lines, wrapped) in crossed(cases(), ways):
+        model = network()
+        inner = local(model)
+        if wrapped:
+            optimizer = MADE[name](inner, model, **PLACES[place])
+            synchronizer = optimizer.synchronizer
+        else:
+            made = {"easgd": hvdp.EASGD(0.25), "average": hvdp.Averaging(), "agn": hvdp.AGN()}[name]
+            synchronizer = hvdp.Synchronizer(model, made, 2, optimizer=inner, **PLACES[place])
+        if hvd.rank() == 0:
+            model.load_state_dict({k: torch.full_like(v, 5) for k, v in model.state_dict().items()})
+        if lines:
+            broadcasts(model, optimizer if wrapped else inner)
+        for inputs in batches(2):
+            inner.zero_grad()
+            (1e-3 * model(inputs)).square().mean().backward()
+            if wrapped:
+                optimizer.step()
+            else:
+                if name == "agn":
+                    synchronizer.prepare_gradients()
+                inner.step()
+                synchronizer.step()
+        synchronizer.finalize()
+        far = [max((p.detach() - 5).abs().max().item() for p in model.parameters())]
+        with synchronizer.center():
+            far.append(max((p.detach() - 5).abs().max().item() for p in model.parameters()))
+        counters = synchronizer.counters
+        results[f"{name} {place} {lines} {wrapped}"] = [
+            max(far),
+            counters.local_steps,
+            counters.skipped_updates,
+        ]
     return results
 
 

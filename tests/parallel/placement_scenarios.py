@@ -24,7 +24,7 @@ import numpy as np
 
 from hvd_periodic.algorithms import BMUF, DiLoCo, SlowMo
 from tests.helpers import Array, random_arrays
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import Scenarios, attempt, crossed, repeated
 
 BUCKET_BYTES = 40
 """Ten elements of float32 or five of float64: the last bucket of the latter has fewer elements than there are ranks."""
@@ -209,7 +209,8 @@ class Program(ABC):
 
     def uneven_data(self) -> Any:
         """Rank r has 5 + 3r steps, then finalizes; then another epoch."""
-        return {key: found for case in ("easgd", "agn_adam") for key, found in self._uneven(case, 5).items()}
+        cases = ("agn_adam", *repeated("easgd"))
+        return {key: found for case in cases for key, found in self._uneven(case, 5).items()}
 
     def uneven_averages(self) -> Any:
         """Rank r has 3r steps."""
@@ -237,20 +238,20 @@ class Program(ABC):
     def resume(self) -> Any:
         """Load on all ranks in mid-period, or on the root alone at an exchange, and go on: the same to the bit."""
         results: dict[str, Any] = {}
-        for case in SOME_CASES:
-            for place in ("root", "sharded", "sharded, root 1" if case == "average" else "root, root 1"):
-                ways = [("all", 5), ("root", 4)]
-                for way, steps in [ways[len(results) % 2]]:
-                    trainer, resumed = self.trainer(case, place), self.trainer(case, place)
-                    trainer.train(self.rank, range(steps))
-                    values, saved = trainer.values(), trainer.save()
-                    resumed.load(saved, exchange=way == "all" or self.rank == PLACES[place].get("root_rank", 0))
-                    if way == "root":
-                        resumed.synchronizer.broadcast()
-                        resumed.assign(values)
-                    expected = trainer.follow(self.rank, range(steps, steps + 3))
-                    found = resumed.follow(self.rank, range(steps, steps + 3))
-                    results[f"{case}, {place}, {way}"] = compare(flat(found), flat(expected))[0]
+        for case, other in crossed(SOME_CASES, ("root", "sharded", "on rank 1")):
+            on_rank_1 = "sharded, root 1" if case == "average" else "root, root 1"
+            place = on_rank_1 if other == "on rank 1" else other
+            way, steps = [("all", 5), ("root", 4)][len(results) % 2]
+            trainer, resumed = self.trainer(case, place), self.trainer(case, place)
+            trainer.train(self.rank, range(steps))
+            values, saved = trainer.values(), trainer.save()
+            resumed.load(saved, exchange=way == "all" or self.rank == PLACES[place].get("root_rank", 0))
+            if way == "root":
+                resumed.synchronizer.broadcast()
+                resumed.assign(values)
+            expected = trainer.follow(self.rank, range(steps, steps + 3))
+            found = resumed.follow(self.rank, range(steps, steps + 3))
+            results[f"{case}, {place}, {way}"] = compare(flat(found), flat(expected))[0]
         return results
 
     def other_placement(self) -> Any:
@@ -418,14 +419,13 @@ def torch_program() -> Program:
         def copies(self) -> Any:
             """A deep copy, made by all ranks, goes on like the original; the original like itself."""
             results = {}
-            for case in SOME_CASES:
-                for place in ("root", "sharded"):
-                    trainer = self.trainer(case, place)
-                    trainer.train(self.rank, range(3))
-                    with patch.object(module, "TorchReplica", SmallBuckets):
-                        other = copy.deepcopy(trainer)
-                    expected = trainer.follow(self.rank, range(3, 7))
-                    results[f"{case}, {place}"] = compare(flat(other.follow(self.rank, range(3, 7))), flat(expected))[0]
+            for case, place in crossed(SOME_CASES, ("root", "sharded")):
+                trainer = self.trainer(case, place)
+                trainer.train(self.rank, range(3))
+                with patch.object(module, "TorchReplica", SmallBuckets):
+                    other = copy.deepcopy(trainer)
+                expected = trainer.follow(self.rank, range(3, 7))
+                results[f"{case}, {place}"] = compare(flat(other.follow(self.rank, range(3, 7))), flat(expected))[0]
             return results
 
         def not_elementwise(self) -> Any:

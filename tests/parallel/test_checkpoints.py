@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(400)
 Reports = list[dict[str, Any]]
 
 CHAINS = [
-    (("horovodrun --gloo", 2), ("python", 1, "exact", "among_others")),
+    (("horovodrun --gloo", 2), ("python", 1, "among_others")),
     (("mpirun, MPI", 2, "exact", "among_others"), ("mpirun, MPI", 1, "among_others")),
     thorough((("horovodrun --gloo", 2), ("python", 1))),
     thorough((("mpirun, MPI", 2), ("mpirun, MPI", 1))),
@@ -38,7 +38,7 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     for launcher, size, *chosen in request.param:
         only = chosen if all(len(report) != size for report in reports) else ["among_others"]
         folder = tmp_path_factory.mktemp("job")
-        framework = None if launcher == "mpirun, MPI" else "torch"  # There, Horovod is not imported.
+        framework = "torch alone" if launcher == "mpirun, MPI" else "torch"  # There, Horovod is not imported.
         arguments = (launcher, size, "checkpoint_scenarios", folder, 150, str(shared))
         reports.append(run_scenarios(*arguments, framework=framework, only=only))
         for rank in range(size):  # The last save, for which no process has waited, is complete.
@@ -71,7 +71,8 @@ def test_training_goes_on_to_the_bit(jobs: list[Reports]) -> None:
     for reports in jobs:
         for report in reports:
             found = report.get("exact", {})
-            assert len(found) in ((18,) if "distributed" in found else (0, 16))  # Without those around Horovod's own.
+            # Without those around Horovod's own; and, in every run, without those that say the same over MPI.
+            assert len(found) in ((18,) if "distributed" in found else (0, 9, 16))
             for number, (name, seen) in enumerate(report.get("exact", {}).items()):
                 assert seen["values"] == [number, "default", name, "tuple", 5], name
                 uninterrupted, resumed = seen["ends"]

@@ -18,7 +18,7 @@ import pytest
 
 from tests import delayed_oracle as slow
 from tests.parallel.launch import run_scenarios
-from tests.parallel.program import Scenarios, column
+from tests.parallel.program import Scenarios, column, crossed
 from tests.parallel.tiers import thorough
 
 hvd = pytest.importorskip("tests.parallel.torch_job").hvd
@@ -54,7 +54,7 @@ FOLDER: list[Path] = []
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of one job reports; all tests of a job share it."""
     launcher, size = request.param
-    framework = None if launcher.startswith("mpirun, ") else "torch"
+    framework = "torch alone" if launcher.startswith("mpirun, ") else "torch"
     return run_scenarios(launcher, size, "test_delayed", tmp_path_factory.mktemp("job"), 150, framework=framework)
 
 
@@ -113,13 +113,12 @@ class Trainer:
 def quadratics_in_turn() -> Any:
     """x and c after every turn, and the staleness; of parameters with rates of their own, which change."""
     results: dict[str, Any] = {}
-    for mode in MODES:
-        for name in slow.ALGORITHMS:
-            trainer = Trainer(mode, name, staleness_power=STALE * (name == "diloco"))
-            seen = trainer.in_turn(order_of(hvd.size()))
-            trainer.optimizer.finalize()
-            counters = trainer.optimizer.synchronizer.counters
-            results[f"{mode} {name}"] = [seen, trainer.look(), [counters.rounds, counters.pushes_missed]]
+    for mode, name in crossed(list(MODES), list(slow.ALGORITHMS)):
+        trainer = Trainer(mode, name, staleness_power=STALE * (name == "diloco"))
+        seen = trainer.in_turn(order_of(hvd.size()))
+        trainer.optimizer.finalize()
+        counters = trainer.optimizer.synchronizer.counters
+        results[f"{mode} {name}"] = [seen, trainer.look(), [counters.rounds, counters.pushes_missed]]
     return results
 
 
@@ -192,28 +191,27 @@ def test_every_push_moves_the_point_of_rest_by_its_share(ranks: list[dict[str, A
 def saved_at_rest() -> Any:
     """A set of files, saved in the middle of a window and of a period: where training goes on from it, and did."""
     results = {}
-    for mode in MODES:
-        for name in ("diloco", "slowmo", "bmuf"):
-            order = order_of(hvd.size())
-            trainer = Trainer(mode, name)
-            trainer.in_turn(order)
-            if hvd.rank() == 0:
-                trainer.step()
-            parameters = torch.nn.ParameterDict({"fast": trainer.fast, "slow": trainer.slow})
-            folder = FOLDER[0] / f"{mode} {name}"
-            hvdp.save(folder, parameters, trainer.optimizer)
-            expected = trainer.in_turn(order)
-            trainer.optimizer.finalize()
+    for mode, name in crossed(list(MODES), ("diloco", "slowmo", "bmuf")):
+        order = order_of(hvd.size())
+        trainer = Trainer(mode, name)
+        trainer.in_turn(order)
+        if hvd.rank() == 0:
+            trainer.step()
+        parameters = torch.nn.ParameterDict({"fast": trainer.fast, "slow": trainer.slow})
+        folder = FOLDER[0] / f"{mode} {name}"
+        hvdp.save(folder, parameters, trainer.optimizer)
+        expected = trainer.in_turn(order)
+        trainer.optimizer.finalize()
 
-            trainer = Trainer(mode, name)
-            parameters = torch.nn.ParameterDict({"fast": trainer.fast, "slow": trainer.slow})
-            hvd.barrier()
-            trainer.optimizer.finalize()
-            hvdp.load(folder, parameters, trainer.optimizer)
-            trainer.optimizer.synchronizer.begin()
-            found = trainer.in_turn(order)
-            results[f"{mode} {name}"] = found == expected
-            trainer.optimizer.finalize()
+        trainer = Trainer(mode, name)
+        parameters = torch.nn.ParameterDict({"fast": trainer.fast, "slow": trainer.slow})
+        hvd.barrier()
+        trainer.optimizer.finalize()
+        hvdp.load(folder, parameters, trainer.optimizer)
+        trainer.optimizer.synchronizer.begin()
+        found = trainer.in_turn(order)
+        results[f"{mode} {name}"] = found == expected
+        trainer.optimizer.finalize()
     return results
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.golden import files, jobs
 from tests.golden.course import difference
+from tests.parallel.program import THOROUGH
 from tests.parallel.tiers import thorough
 
 NEEDED = {"numpy": "numpy", "torch": "horovod.torch", "keras": "horovod.tensorflow", "contrib": "horovod.tensorflow"}
@@ -29,7 +31,9 @@ def test_to_the_bit(front_end: str, size: int, tmp_path: Path) -> None:
     found, recorded = jobs.run(front_end, size, tmp_path), files.read(front_end, size)
     differences = []
     for rank, (lines, others) in enumerate(zip(found, recorded, strict=True)):
-        assert lines.keys() == others.keys(), "Cases have come or gone: python -m tests.golden.record"
+        whole = os.environ[THOROUGH] == "1" or front_end == "numpy"
+        expected = others.keys() if whole else others.keys() & lines.keys()
+        assert lines.keys() == expected, "Cases have come or gone: python -m tests.golden.record"
         for case in lines:
             problem = difference(lines[case], others[case])
             if problem is not None:

@@ -30,7 +30,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_weights_loaded_after_construction_are_what_all_start_from(ranks: Reports) -> None:
     """With the broadcasts of a Horovod script or without them, through the wrapper or in a loop of one's own."""
     found = column(ranks, "weights_loaded_after_construction")
-    assert len(found[0]) >= 4 * 9
+    assert len(found[0]) >= 4
     for case in found[0]:
         _, _, lines, wrapped = case.split()
         for rank, (far, steps, skipped) in enumerate(column(found, case)):

@@ -11,13 +11,15 @@ import torch
 
 import hvd_periodic.torch as hvdp
 from tests import oracle
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import Scenarios, attempt, crossed, repeated
 from tests.parallel.torch_job import hvd
 from tests.parallel.torch_overlap import ALGORITHMS, digest
 
 scenario = Scenarios()
 
 PERIOD = 5
+OF_FRAGMENTS = ("easgd_rho", "average", "agn", "diloco", *repeated("easgd", "slowmo", "bmuf"))
+"""Algorithms of the quadratics."""
 
 
 def trained(name: str, schedule: Any, elements: Sequence[int], **options: Any) -> list[list[float]]:
@@ -56,12 +58,12 @@ def phase_of(element: int) -> Callable[[hvdp.Clock], int]:
 def fragments_of_quadratics() -> Any:
     """Three elements in as many fragments, in every place; and each alone in a training that begins with its phase."""
     results: dict[str, Any] = {}
-    for name in ALGORITHMS:
-        alone = [trained(name, phase_of(element), [element]) for element in range(3)]
-        results[f"{name} alone"] = [[x for (x,) in values] for values in zip(*alone, strict=True)]
-        for center in ("replicated", "root", "sharded"):
-            results[f"{name} {center}"] = trained(name, PERIOD, range(3), fragments=3, center=center)
-        if name.startswith("easgd"):
+    for name, center in crossed(OF_FRAGMENTS, ("replicated", "root", "sharded")):
+        if f"{name} alone" not in results:
+            alone = [trained(name, phase_of(element), [element]) for element in range(3)]
+            results[f"{name} alone"] = [[x for (x,) in values] for values in zip(*alone, strict=True)]
+        results[f"{name} {center}"] = trained(name, PERIOD, range(3), fragments=3, center=center)
+        if name.startswith("easgd") and f"{name} overlap" not in results:
             results[f"{name} overlap"] = trained(name, PERIOD, range(3), fragments=3, overlap="period")
     return results
 

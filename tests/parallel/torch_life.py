@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import hvd_periodic.torch as hvdp
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import Scenarios, attempt, crossed
 from tests.parallel.torch_job import hvd
 
 scenario = Scenarios()
@@ -79,7 +79,12 @@ def modes() -> Any:
         "easgd": lambda o, m: hvdp.ElasticAverageOptimizer(o, m, 2, moving_rate=0.25, rho=0.5),
         "agn sharded": lambda o, m: hvdp.AGNOptimizer(o, m, 2, center="sharded"),
     }
-    return {name: {key: in_mode(mode, make) for key, make in algorithms.items()} for name, mode in MODES.items()}
+    found: dict[str, Any] = {name: {} for name in MODES}
+    for key in algorithms:
+        found["none"][key] = in_mode(MODES["none"], algorithms[key])
+    for name, key in crossed([name for name in MODES if name != "none"], list(algorithms)):
+        found[name][key] = in_mode(MODES[name], algorithms[key])
+    return found
 
 
 @scenario

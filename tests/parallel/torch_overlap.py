@@ -12,7 +12,7 @@ import torch
 import hvd_periodic.torch as hvdp
 from tests import oracle
 from tests.overlap_oracle import PERIOD
-from tests.parallel.program import Scenarios
+from tests.parallel.program import Scenarios, crossed
 from tests.parallel.torch_job import hvd
 
 scenario = Scenarios()
@@ -37,19 +37,19 @@ def made(name: str, overlap: int | str, parameters: list[Any], inner: Any) -> An
 def overlapped_quadratics() -> Any:
     """The losses of the oracle, with momentum: x after every step; of elastic averaging also without overlap."""
     results = {}
-    for name in ALGORITHMS:
-        for overlap in (0, *OVERLAPS) if name.startswith("easgd") else OVERLAPS:
-            parameter = torch.nn.Parameter(torch.tensor(oracle.START, dtype=torch.float64))
-            inner = torch.optim.SGD([parameter], lr=oracle.RATE, momentum=oracle.MOMENTUM)
-            optimizer, seen = made(name, overlap, [("w", parameter)], inner), []
-            for _ in range(oracle.STEPS):
-                parameter.grad = torch.tensor(oracle.gradient(hvd.rank(), parameter.tolist()), dtype=torch.float64)
-                optimizer.step()
-                seen.append(parameter.tolist())
-            optimizer.synchronizer.finalize()
-            with optimizer.center():
-                seen.append(parameter.tolist())
-            results[f"{name} {overlap}"] = seen
+    without = [(name, 0) for name in ALGORITHMS if name.startswith("easgd")]
+    for name, overlap in [*without, *crossed(list(ALGORITHMS), OVERLAPS)]:
+        parameter = torch.nn.Parameter(torch.tensor(oracle.START, dtype=torch.float64))
+        inner = torch.optim.SGD([parameter], lr=oracle.RATE, momentum=oracle.MOMENTUM)
+        optimizer, seen = made(name, overlap, [("w", parameter)], inner), []
+        for _ in range(oracle.STEPS):
+            parameter.grad = torch.tensor(oracle.gradient(hvd.rank(), parameter.tolist()), dtype=torch.float64)
+            optimizer.step()
+            seen.append(parameter.tolist())
+        optimizer.synchronizer.finalize()
+        with optimizer.center():
+            seen.append(parameter.tolist())
+        results[f"{name} {overlap}"] = seen
     return results
 
 

@@ -143,6 +143,25 @@ def become(command: Command) -> None:
         runpy.run_path(option, run_name="__main__")
 
 
+def end() -> NoReturn:
+    """End this process, whose program is over, as Python does, but leave its memory as it is.
+
+    To take down modules, Python writes to all memory that ranks share, which would first be copied: it takes a rank
+    longer than its start. Programs that raise an error or call ``sys.exit`` end as always.
+    """
+    import atexit
+    import threading
+
+    threading._shutdown()  # Waits for threads that are no daemons.
+    atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()  # As mpi4py does after all of Python has gone.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def main(role: str, path: str, arguments: Sequence[str]) -> None:
     """Be a client, or a server that has imported these modules; in the children of a server, run a command.
 
@@ -169,6 +188,7 @@ def main(role: str, path: str, arguments: Sequence[str]) -> None:
     if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
         raise SystemExit(f"A process with several threads cannot be forked: one of {modules} starts some")
     become(serve(path, int(owner)))
+    end()
 
 
 if __name__ == "__main__":
