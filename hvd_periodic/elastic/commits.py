@@ -334,9 +334,9 @@ class Commits:
                 merge_group_centers(each.synchronizer, holders)
             elif own is None:
                 start_from_center(each.synchronizer, wholes.get(name))
-                own = each.synchronizer.replica.keeps_own
                 text = "Rank %d has joined at local step %d and starts from the center"
-                text += "; its 'local' parameters keep the values that it has" if own else ""
+                if each.synchronizer.replica.keeps_own:
+                    text += "; its 'local' parameters keep the values that it has"
                 each.synchronizer.membership.log.warning(text, communicator.rank, steps)
             if steps == 0:  # No rank has trained: values loaded into models before the first step count, as usual.
                 each.synchronizer.checkpoint.forget()
