@@ -241,7 +241,7 @@ class CenterInMemory:
             self.total.write(bucket, self.parts[part].algorithm.gradient(self.space, message, exchange))
 
     def transact(self, index: int, payload: np.ndarray, exchange: Exchange) -> np.ndarray:
-        """Run one transaction; return a copy of the vector that the worker pulls."""
+        """Run one transaction; return a copy of the vector that the worker pulls. The payload keeps its values."""
         part, _, bucket = self._places[index]
         tensors, space, stores = self.parts[part], self.space, self.vectors[part]
         algorithm, center = tensors.algorithm, {key: store.read(bucket) for key, store in stores.items()}
@@ -252,7 +252,7 @@ class CenterInMemory:
             if exchange.presence:
                 message = self._of_present(part, bucket, message, exchange)
         discount = tensors.discount(exchange)
-        message = message if discount == 1 else space.scale(discount, message)
+        message = np.array(message) if discount == 1 else space.scale(discount, message)  # `move` may overwrite it.
         exchange = replace(exchange, completes=self.ledger.completes(index, exchange.size))
         return self._move(part, bucket, center, message, exchange, before)
 

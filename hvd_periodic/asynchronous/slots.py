@@ -95,9 +95,9 @@ class Versions:
                 unit, version, slot = record[0] - 1, record[1], record[2]
                 if record != _record(unit, version, slot):
                     return False
-                self._read += 1
                 if self._units[unit][0] == version:
-                    self._units[unit] = self._read, slot
+                    self._units[unit] = self._read + 1, slot
+                self._read += 1  # The last step: an interrupt in between lets the record be read again.
         return True
 
     def tidy(self) -> None:
@@ -133,7 +133,7 @@ _ordered = threading.Lock()
 
 
 def _fence() -> None:
-    """Let other processors see what was written before in this order: a lock orders memory when it changes hands."""
+    """Order reads and writes of memory before this call and after it, for other processors: a lock does."""
     for _ in range(2):
         with _ordered:
             pass
@@ -197,6 +197,7 @@ class Slots:
             result = function(memory)
             changes[self._rank] = number
             self._proposed[kind] = unit, number, slot
+            _fence()
             self.versions.propose(unit, version, own)
             if self._settle(kind):
                 return result
@@ -222,6 +223,7 @@ class Slots:
         while True:
             now = self.versions.now(unit)
             self._slots[own][:size] = self._slots[now[1]][:size]
+            _fence()
             if self.versions.now(unit) == now:
                 return now
 
@@ -244,6 +246,7 @@ class Slots:
         while True:
             version, slot = self.versions.now(unit)
             result = function(self._parts(unit, slot))
+            _fence()
             if self.versions.now(unit)[0] == version:
                 return result
 

@@ -81,6 +81,9 @@ class Transport(ABC):
     def end(self) -> None:
         """Tell the other ranks that this worker, whose process ends without finalize(), exchanges no more."""
 
+    def show(self) -> None:
+        """Bring the file of the center up to date: a worker may have ended between a push and its copy."""
+
     def pause(self) -> None:
         """Expect no messages for some time."""
 
@@ -166,7 +169,8 @@ class MemoryTransport(Transport):
         """Ask the ledger, by the clock of the host."""
         now = time.monotonic()
         if group:
-            return Ledger(self._count, self.read(len(self._center.buckets) - 1)).gather(group, now, grace)
+            words = self._slots.read(self._count, self._words_of_ledger)
+            return Ledger(self._count, words).gather(group, now, grace)
         return self._in_ledger(lambda ledger: ledger.gather(group, now, grace))
 
     def read(self, index: int) -> np.ndarray:
@@ -178,7 +182,7 @@ class MemoryTransport(Transport):
         if unit < self._count:
             return self._read(unit, lambda _: self._center.read(index))
         with self._slots.turn(unit):
-            words = self._slots.read(unit, lambda memory: memory.view(np.int64)[: self._ledger_size].copy())
+            words = self._slots.read(unit, self._words_of_ledger)
         for bucket in range(self._optimized, self._count):
             words[bucket] = self._read(bucket, lambda window: int(window[0]))
         return words
@@ -257,6 +261,12 @@ class MemoryTransport(Transport):
         with self._slots.turn(unit):
             return self._slots.read(unit, lambda memory: function(self._center.place(unit, memory)))
 
+    def show(self) -> None:
+        """Copy all units to the file, if there is one."""
+        for unit in range(self._optimized, self._count):
+            if self._shown is not None:
+                self._show(unit, self._shown)
+
     def _show(self, unit: int, shown: CenterInMemory) -> None:
         """Copy a unit to the file; once more if the unit has changed meanwhile, as others may have copied it before."""
 
@@ -267,6 +277,10 @@ class MemoryTransport(Transport):
         version = -1
         while version != (version := self._slots.versions.now(unit)[0]):
             self._slots.read(unit, show)
+
+    def _words_of_ledger(self, memory: np.ndarray) -> np.ndarray:
+        words: np.ndarray = memory.view(np.int64)[: self._ledger_size].copy()
+        return words
 
     def _in_ledger(self, function: Callable[[Ledger], T]) -> T:
         with self._slots.turn(self._count):

@@ -545,6 +545,7 @@ class Worker:
                 self._ledger(self._final[-1]).take(range(self.communicator.size))
             self.communicator.idle_barrier(self.membership.number)
         if self._file is not None:
+            self.transport.show()
             self._file.release()
         self.transport.pause()
 

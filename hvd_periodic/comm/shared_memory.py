@@ -83,8 +83,19 @@ class WindowMemory(SharedMemory):
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, number)
 
     def append(self, record: list[int]) -> None:
-        """Write at the end of the file."""
-        os.write(self._file, np.array(record, np.int64).tobytes())
+        """Write at the end of the file.
+
+        Raises:
+            OSError: the folder is full.
+        """
+        try:
+            os.write(self._file, np.array(record, np.int64).tobytes())
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"Asynchronous exchange in shared memory needs a few pages that are free in {FOLDER}: make room there, "
+                f"or set HVD_PERIODIC_TRANSPORT=service. Received: {error.strerror}",
+            ) from error
 
     def records(self, start: int) -> list[list[int]]:
         """Read part of the file."""

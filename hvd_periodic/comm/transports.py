@@ -114,8 +114,8 @@ class LocalMemory(SharedMemory):
     def forget(self, stop: int) -> None:
         """Remove records from the list."""
         with self._of_log:
-            del self._log[: max(0, stop - self._forgotten)]
-            self._forgotten = max(self._forgotten, stop)
+            stop = max(self._forgotten, stop)
+            self._log, self._forgotten = self._log[stop - self._forgotten :], stop
 
 
 @dataclass(frozen=True)

@@ -223,5 +223,7 @@ def test_a_callback_refuses_it() -> None:
     from hvd_periodic.keras import PeriodicExchange
 
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    with pytest.raises(ValueError, match="`parameters` can be 'present' for PeriodicExchange with Keras on PyTorch only"):
+    with pytest.raises(
+        ValueError, match="`parameters` can be 'present' for PeriodicExchange with Keras on PyTorch only"
+    ):
         PeriodicExchange(model, hvdp.Averaging(), 2, process_set=LocalCommunicator(), parameters="present")

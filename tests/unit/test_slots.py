@@ -19,6 +19,7 @@ import pytest
 
 from hvd_periodic import Communicator
 from hvd_periodic.algorithms import BMUF, EASGD, Algorithm, Averaging, DiLoCo, SlowMo
+from hvd_periodic.algorithms.diloco import DelayedDiLoCo
 from hvd_periodic.asynchronous import slots as module
 from hvd_periodic.asynchronous.slots import Slots
 from hvd_periodic.comm.shared_memory import WindowMemory
@@ -27,7 +28,7 @@ from hvd_periodic.comm.transports import LocalMemory, SharedMemory
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.conftest import PATIENCE
 
-pytestmark = [pytest.mark.core, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 SIZES = [64, 4096, 64]
 WORKERS = 3
@@ -260,7 +261,21 @@ def test_the_log_of_a_window_is_forgotten(tmp_path: Path) -> None:
         assert os.fstat(memory._file).st_blocks < before
 
 
+class Overwrites(DiLoCo):
+    """Has an asynchronous variant that overwrites messages, as it may."""
+
+    def asynchronous_variant(self, size: int) -> Algorithm:
+        class Variant(DelayedDiLoCo):
+            def move(self, space: Any, center: Any, total: Any, exchange: Any) -> Any:
+                found = super().move(space, center, space.copy(total), exchange)
+                total *= 0.5
+                return found
+
+        return Variant(0.5, 0.5)
+
+
 ALGORITHMS: dict[str, Algorithm] = {
+    "one that overwrites messages": Overwrites(),
     "elastic averaging": EASGD(0.25),
     "averaging": Averaging(),
     "diloco": DiLoCo(),
