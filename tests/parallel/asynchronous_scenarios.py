@@ -302,11 +302,11 @@ def uneven_data(mode: str) -> Any:
         seen = []
         for steps in STEPS[hvd.rank()]:
             for _ in range(steps):
-                time.sleep(0.02 * (hvd.rank() == 2))
+                time.sleep(0.005 * (hvd.rank() == 2))
                 show(tensors, torch.full((4,), -1.0 - 2 * hvd.rank()).double())
                 optimizer.step()
             optimizer.synchronizer.finalize()
-            time.sleep(0.01 * hvd.rank())
+            time.sleep(0.005 * hvd.rank())
             seen.append((center_of(tensors, optimizer).tolist(), optimizer.synchronizer.rounds))
             optimizer.synchronizer.finalize()
             seen.append((center_of(tensors, optimizer).tolist(), optimizer.synchronizer.rounds))
@@ -742,7 +742,7 @@ def save(mode: str) -> Any:
                 taken = {"model": [t.detach().clone() for t in tensors], "optimizer": optimizer.state_dict()}
                 results[case] = optimizer.synchronizer.membership.communicator.tracker.begun - started
             else:
-                time.sleep(0.1)
+                time.sleep(0.02)
             hvd.barrier()
         seen = train_in_turn(optimizer, tensors, turns(5), 7)
         optimizer.synchronizer.finalize()
@@ -776,7 +776,7 @@ def every_rank_its_own(mode: str) -> Any:
     results = {}
     for case in CASES:
         saved = file(mode, case, hvd.rank())
-        tensors, optimizer = restore(mode, case, saved["taken"], delay=0.1 * (hvd.rank() == 0))
+        tensors, optimizer = restore(mode, case, saved["taken"], delay=0.02 * (hvd.rank() == 0))
         center = bool((center_of(tensors, optimizer) == saved["center"]).all())
         hvd.barrier()
         seen = train_in_turn(optimizer, tensors, turns(5), 7)

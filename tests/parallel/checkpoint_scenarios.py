@@ -34,11 +34,11 @@ SAVED, END = 5, 11
 OF_HOROVOD = ("distributed", "post-local")
 """Cases around an optimizer of Horovod's own."""
 
-SOME = (
-    *("easgd adam", "agn", "agn root", "agn sharded", "agn fragments", "agn fragments sharded", "average overlap"),
-    *("int8", "levels"),
-)
+SOME = ("agn", "agn root", "agn sharded", "agn fragments", "agn fragments sharded", "average overlap")
 """Cases without Horovod of every run: those that differ in how ranks exchange and who saves."""
+
+REPEATED = ("easgd adam", "diloco fragments")
+"""Cases of two choices that other cases of every run have each."""
 
 
 def network() -> torch.nn.Module:
@@ -98,7 +98,7 @@ CASES: dict[str, Callable[[torch.nn.Module], Any]] = {
     "post-local": after_a_synchronous_phase,
 }
 CASES = {name: make for name, make in CASES.items() if not (WITHOUT_HOROVOD and name in OF_HOROVOD)}
-FOLLOWED = [name for name in CASES if name in SOME or not WITHOUT_HOROVOD or repeated(name)]
+FOLLOWED = [name for name in CASES if name in SOME or not (WITHOUT_HOROVOD or name in REPEATED) or repeated(name)]
 """Cases that go on to the bit, and among others."""
 
 

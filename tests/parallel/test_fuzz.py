@@ -15,7 +15,8 @@ pytestmark = pytest.mark.timeout(200)
 
 
 JOBS = [
-    ("mpirun", 2, 40),
+    ("mpirun", 2, 20),
+    thorough("mpirun", 2, 40),
     thorough("horovodrun --gloo", 3, 100),
     thorough("torchrun", 2, 40),
     thorough("torchrun", 3, 60),

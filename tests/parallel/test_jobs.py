@@ -241,7 +241,7 @@ def test_asynchronous_workers_learn(
     assert run["staleness"] > 0
 
 
-@pytest.mark.parametrize(("algorithm", "center"), [thorough("easgd", "sharded"), ("agn", "root")])
+@pytest.mark.parametrize(("algorithm", "center"), [thorough("easgd", "sharded"), thorough("agn", "root")])
 def test_where_the_center_lives_changes_nothing(algorithm: str, center: str, results: Path, tmp_path: Path) -> None:
     command = [EXAMPLE, "--algorithm", algorithm, "--center", center, *EPOCHS]
     start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 120, "torch")
