@@ -235,7 +235,7 @@ def one_worker_normalized() -> Any:
 def different_numbers_of_steps() -> Any:
     """Ranks with more, fewer and no steps, in a monitored session and in a plain one: final centers, rounds."""
     results: dict[str, Any] = {}
-    cases = (("average", None), ("agn", None), ("easgd_rho", False), *repeated(("easgd_rho", True), ("easgd", None)))
+    cases = (("average", None), ("easgd_rho", False), *repeated(("agn", None), ("easgd_rho", True), ("easgd", None)))
     for name, use_resource in of_this_transport(cases):
         with tf.Graph().as_default():
             getter, w = variable(name.partition("_")[0], use_resource, float(hvd.rank()))
@@ -271,7 +271,7 @@ def different_numbers_of_steps() -> Any:
 def conservation() -> Any:
     """Ranks at their own pace, learning rate 0: replicas at the start and at the end, and the center, from ones."""
     results = {}
-    for use_resource, partitioned in of_this_transport(((None, False), (True, True), (False, True))):
+    for use_resource, partitioned in of_this_transport(((False, True), (True, True), *repeated((None, False)))):
         with tf.Graph().as_default():
             getter = getter_of("easgd")
             partitioner = tf.fixed_size_partitioner(2) if partitioned else None

@@ -131,8 +131,8 @@ def one_worker() -> Any:
     if hvd.size() > 1:
         raise NotApplicableError("needs one rank")
     results = {}
-    cases = [("agn", "scheduled"), ("agn", "scaled"), ("agn", "adam"), ("easgd", "momentum")]
-    cases += repeated(("agn", "sgd"), ("agn", "momentum"), ("easgd_rho", "scaled"))
+    cases = [("agn", "scheduled"), ("agn", "scaled"), ("easgd", "momentum")]
+    cases += repeated(("agn", "adam"), ("agn", "sgd"), ("agn", "momentum"), ("easgd_rho", "scaled"))
     for i, (name, local) in enumerate(cases):
         loop, compiled = loop_of(i)
         trajectories = []
@@ -173,7 +173,7 @@ def one_worker_in_fit() -> Any:
     results: dict[str, Any] = {}
     for name in ("easgd", "agn"):
         rate = 0.1 if name == "agn" else 1.0
-        for steps in (1, 4):
+        for steps in (1, 4) if name == "easgd" else (1, *repeated(4)):
             model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
             model.set_weights([np.zeros((1, 1))])
             optimizer = OPTIMIZERS[name](keras.optimizers.SGD(rate), model, asynchronous=True)
@@ -183,11 +183,11 @@ def one_worker_in_fit() -> Any:
             )
             model.fit(data, shuffle=False, verbose=0, callbacks=[record])
             results[f"{name} {steps}"] = record.seen
-        for loop, compiled in LOOPS.items():
+        for loop in ("function", *repeated("eager")) if name == "easgd" else ("eager", *repeated("function")):
             w = scalar(0.0)
             optimizer = OPTIMIZERS[name](keras.optimizers.SGD(rate), asynchronous=True)
             optimizer.build([w])
-            step, seen = compiled(constant_step(optimizer, w, -1.0)), []
+            step, seen = LOOPS[loop](constant_step(optimizer, w, -1.0)), []
             for _ in range(8):
                 step()
                 seen.append((float(w.numpy()[0]), read_center(optimizer, w)[0]))
@@ -401,12 +401,12 @@ def resume(center: str) -> Any:
     """A model per rank, saved in mid-period or at the end; loaded, it goes on like the other, one rank at a time."""
     results: dict[str, Any] = {}
     for name in ("easgd_rho", *repeated("agn")) if place(center) == 0 else ("agn of its own",):
-        wrap, finalized = RESUMED[name], name == "agn"
+        wrap, finalized, compiled = RESUMED[name], name == "agn", place(center) == 0
         keras.utils.set_random_seed(hvd.rank())
         model = network(dropout=0.0)
         optimizer = wrap(model)
         model.compile(optimizer, loss="mse", jit_compile=False)
-        step = train_step(model, optimizer)
+        step = train_step(model, optimizer, compiled)
         step(batches(0, 1)[0])
         barrier()
         take_turns(step, 1, 6 + hvd.rank())
@@ -422,7 +422,7 @@ def resume(center: str) -> Any:
         other.start()
         found = {"restored": before == all_bits(other_model, other)}
         other.synchronizer.on_arrival()  # The first step would do it, and all ranks together.
-        for taken in (step, train_step(other_model, other)):
+        for taken in (step, train_step(other_model, other, compiled)):
             take_turns(taken, 2, 7)
         found["went on"] = all_bits(model, optimizer) == all_bits(other_model, other)
         found["counted"] = other.synchronizer.counters.rounds == optimizer.synchronizer.counters.rounds

@@ -226,9 +226,9 @@ def fragments() -> Any:
 def other_algorithms() -> Any:
     """With their own vectors beside the center, an optimizer that moves it, and options."""
     return all_beside(
-        ("slowmo", "slowmo", True, 3, {"fragments": 2}),
         ("outer", "diloco", False, 4, {"outer": (0.5, 0.25), "fragments": 2}),
         *repeated(
+            ("slowmo", "slowmo", True, 3, {"fragments": 2}),
             ("bmuf", "bmuf", False, 2, {"weight": 1.0 + hvd.rank()}),
             *(("agn", "agn", True, 4, {"outer": (0.25, 0.5)}), ("diloco", "diloco", True, 3, {})),
         ),
@@ -241,10 +241,10 @@ def participation() -> Any:
     own, following = {"parameters": {"b": "local"}}, {"parameters": {"b": "broadcast"}}
     return all_beside(
         ("agn", "agn", True, 4, own),
-        ("average", "average", False, 3, {**own, "weight": 1.0 + hvd.rank()}),
         ("easgd, broadcast", "easgd", False, 3, {**following, "audit_every": 1}),
         ("average, broadcast", "average", True, 4, {**following, "overlap": 1}),
         *repeated(
+            ("average", "average", False, 3, {**own, "weight": 1.0 + hvd.rank()}),
             *(("easgd", "easgd", True, 3, own), ("easgd_rho", "easgd_rho", False, 2, own)),
             ("diloco, broadcast", "diloco", True, 3, following),
             ("easgd_rho, broadcast", "easgd_rho", True, 3, following),
@@ -367,8 +367,8 @@ def on_the_root() -> Any:
     root = {"center": "root"}
     return all_beside(
         ("easgd_rho", "easgd_rho", True, 3, {**root, "fragments": 2}),
-        ("agn", "agn", True, 4, root),
         *repeated(
+            ("agn", "agn", True, 4, root),
             ("average", "average", True, 3, {**root, "weight": 1.0 + hvd.rank()}),
             ("outer", "diloco", True, 4, {**root, "outer": (0.5, 0.25), "fragments": 2}),
             *(("easgd", "easgd", True, 3, root), ("diloco", "diloco", True, 3, root)),

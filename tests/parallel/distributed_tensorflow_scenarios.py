@@ -70,7 +70,7 @@ def hierarchical() -> Any:
     results = {}
     chosen = ("easgd_rho", "average", "agn")
     for name in (*chosen, *repeated(*(name for name in OPTIMIZERS if name not in chosen))):
-        make, loop = OPTIMIZERS[name], "eager" if name == "easgd_rho" else "function"
+        make, loop = OPTIMIZERS[name], "eager" if name in ("easgd_rho", "average") else "function"
         w = parameter()
         optimizer = make(distributed(GROUPS[0].local), process_set=GROUPS[0].cross)
         optimizer.build([w])

@@ -79,7 +79,7 @@ def constant_gradients() -> Any:
     Of those whose numbers were worked out by hand; the trajectories of all are those of the oracle, see ``quadratics``.
     """
     results = {}
-    functions = [("function", name) for name in ("easgd", "average", "agn", *repeated("easgd_default", "agn_average"))]
+    functions = [("function", name) for name in ("easgd", "agn", *repeated("average", "easgd_default", "agn_average"))]
     for loop, name in [*functions, ("eager", "easgd"), ("eager", "agn")]:
         w = scalar(float(hvd.rank()))
         rate = tf.constant(0.1 if name.startswith("agn") else 1.0, tf.float64)
@@ -207,15 +207,14 @@ def network(dropout: float = 0.2) -> Any:
     )
 
 
-def train_step(model: Any, optimizer: Any) -> Callable[[Any], None]:
-    @tf.function
+def train_step(model: Any, optimizer: Any, compiled: bool = True) -> Callable[[Any], None]:
     def step(data: Any) -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(model(data, training=True) - data[:, :2]))
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
-    return step
+    return tf.function(step) if compiled else step
 
 
 def batches(seed: int, steps: int) -> list[Any]:
@@ -281,7 +280,7 @@ def queues_of_features() -> Any:
         model = network()
         model.queue = keras.Variable(np.ones((4, 2), "float32"), trainable=False, name="feature_queue")
         optimizer = hvdp.ModelAverageOptimizer(keras.optimizers.SGD(0.1), model, 2, buffers=policy)
-        step = train_step(model, optimizer)
+        step = train_step(model, optimizer, compiled=False)
         for data in batches(0, 4):
             pushed = tf.math.l2_normalize(data[:2, :2], 1)
             model.queue.assign(tf.concat([pushed, model.queue.value[:-2]], 0))
@@ -453,7 +452,7 @@ def overflow_on_one_rank() -> Any:
 def uneven_data() -> Any:
     """Ranks take 5, 8, ... steps, then finalize; or 0, 3, ..."""
     results = {}
-    for fewest, name in ((5, "easgd"), (5, "average"), (5, "agn"), (0, "average")):
+    for fewest, name in ((5, "easgd"), (5, "agn"), (0, "average"), *repeated((5, "average"))):
         w = scalar(0.0)
         optimizer = OPTIMIZERS[name](keras.optimizers.SGD(1.0))
         optimizer.build([w])
@@ -638,16 +637,16 @@ def failures_on_the_last_rank() -> Any:
     """A schedule that fails, and another learning rate of the center: at the second step."""
     results = {}
     last = hvd.rank() == hvd.size() - 1
-    for loop, compiled in LOOPS.items():
-        for failure in ("schedule", "rate"):
-            w, schedule = scalar(0.0), Breakable()
-            optimizer = hvdp.AGNOptimizer(keras.optimizers.SGD(0.5), None, schedule)
-            optimizer.build([w])
-            step = compiled(constant_step(optimizer, w, -1.0))
-            step()
-            schedule.broken = last and failure == "schedule"
-            optimizer.learning_rate = 0.25 if last and failure == "rate" else 0.5
-            results[f"{failure} {loop}"] = attempt(step, tf.errors.OpError)
+    cases = [("schedule", "eager"), ("schedule", "function"), ("rate", "function"), *repeated(("rate", "eager"))]
+    for failure, loop in cases:
+        w, schedule = scalar(0.0), Breakable()
+        optimizer = hvdp.AGNOptimizer(keras.optimizers.SGD(0.5), None, schedule)
+        optimizer.build([w])
+        step = LOOPS[loop](constant_step(optimizer, w, -1.0))
+        step()
+        schedule.broken = last and failure == "schedule"
+        optimizer.learning_rate = 0.25 if last and failure == "rate" else 0.5
+        results[f"{failure} {loop}"] = attempt(step, tf.errors.OpError)
     return results
 
 

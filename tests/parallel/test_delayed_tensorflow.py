@@ -161,7 +161,7 @@ def saved_at_rest() -> Any:
         *repeated(("service", "slowmo", "set"), ("window", "bmuf", "set"), ("sharded", "slowmo", "model")),
     ):
         order = order_of(hvd.size())
-        trainer = Trainer(mode, name, compiled=True)
+        trainer = Trainer(mode, name, compiled=way == "model")
         trainer.in_turn(order)
         if hvd.rank() == 0:
             trainer.take()
@@ -177,7 +177,7 @@ def successors(trainer: Trainer, name: str) -> tuple[Callable[[], Trainer], Call
     """Return what makes a worker whose training has not begun, and one that goes on with a loaded model."""
 
     def fresh() -> Trainer:
-        other = Trainer(trainer.mode, name, True)
+        other = Trainer(trainer.mode, name, False)
         other.optimizer.finalize()
         return other
 

@@ -32,10 +32,10 @@ JOBS = [("mpirun", 2), thorough(("horovodrun --gloo", 3))]
 scenario = Scenarios(graphs_as_built=True)
 
 CASES = [
-    *(("easgd", 1, "function"), ("average", "period", "function"), ("slowmo", 1, "function")),
+    *(("easgd", 1, "function"), ("average", "period", "function"), ("slowmo", 1, "eager")),
     *(("agn", 2, "eager"), ("easgd", 0, "function")),
     *repeated(("agn", 1, "function"), ("diloco", "period", "function"), ("bmuf", "period", "function")),
-    *repeated(("easgd", 2, "eager"), ("easgd", "period", "function")),
+    *repeated(("easgd", 2, "eager"), ("easgd", "period", "function"), ("slowmo", 1, "function")),
 ]
 """Algorithms, overlaps and loops. All algorithms by all overlaps are in the tests of PyTorch."""
 
