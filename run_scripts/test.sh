@@ -3,7 +3,7 @@
 #
 #   bash run_scripts/test.sh [--use-current-env] [--without horovod] [--without tensorflow | --without torch] [--all] [ARGUMENT...]
 #
-# Runs tests of every kind, in less than half an hour on two idle cores; with --all, also those that repeat them with other
+# Runs tests of every kind, in about a quarter of an hour on two idle cores; with --all, also those that repeat them with other
 # numbers (marked as thorough), which takes much longer; slow cores take twice as long. Further arguments go to pytest. Tests
 # that need what --without leaves out are skipped. The options: see setup.sh --help.
 
