@@ -252,7 +252,10 @@ class CenterInMemory:
             if exchange.presence:
                 message = self._of_present(part, bucket, message, exchange)
         discount = tensors.discount(exchange)
-        message = np.array(message) if discount == 1 else space.scale(discount, message)  # `move` may overwrite it.
+        if discount != 1:
+            message = space.scale(discount, message)
+        elif message is payload:
+            message = np.array(payload)  # `move` may overwrite it.
         exchange = replace(exchange, completes=self.ledger.completes(index, exchange.size))
         return self._move(part, bucket, center, message, exchange, before)
 
