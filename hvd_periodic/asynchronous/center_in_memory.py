@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.asynchronous.ledger import Ledger, ledger_bucket
-from hvd_periodic.asynchronous.slots import PlacedStore
+from hvd_periodic.asynchronous.slots import ALIGNMENT, PlacedStore, aligned
 from hvd_periodic.centers.by_range import ByRange
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.centers.norm_bounds import NormBounds
@@ -20,9 +20,6 @@ from hvd_periodic.vectors.store import FlatStore
 from hvd_periodic.wires.base import Wire
 from hvd_periodic.wires.encoded import Encoded
 from hvd_periodic.wires.plain import Plain
-
-_ALIGNMENT = 64
-"""Bytes: the size of a cache line and of the widest vector register."""
 
 
 @dataclass(frozen=True)
@@ -191,16 +188,16 @@ class CenterInMemory:
     def sizes(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> list[int]:
         """Return, for every bucket of the center, the bytes that :meth:`place` needs."""
         places = [(parts[part], bucket) for part, key, bucket in numbered(parts, shares) if key == "center"]
-        return [_aligned(bucket.nbytes) * len(part.keys) + _ALIGNMENT for part, bucket in places]
+        return [aligned(bucket.nbytes) * len(part.keys) + ALIGNMENT for part, bucket in places]
 
     def place(self, index: int, memory: np.ndarray) -> np.ndarray:
         """Let all vectors of a bucket of the center lie in some memory; return the count of its window there."""
         part, _, bucket = self._places[index]
-        stores, width = self.vectors[part], _aligned(bucket.nbytes)
+        stores, width = self.vectors[part], aligned(bucket.nbytes)
         for start, key in zip(range(0, memory.size, width or 1), self.parts[part].keys, strict=False):
             vector = memory[start : start + bucket.nbytes].view(bucket.kind.split()[0])
             cast(PlacedStore, stores[key]).places[bucket.index] = vector
-        window: np.ndarray = memory[-_ALIGNMENT:].view(np.int64)[:1]
+        window: np.ndarray = memory[-ALIGNMENT:].view(np.int64)[:1]
         return window
 
     def lock_of(self, index: int) -> int:
@@ -355,10 +352,6 @@ def empty(bucket: Bucket) -> np.ndarray:
     return np.empty(bucket.size, bucket.kind.split()[0])
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
 def _pieces(parts: Sequence[ExchangedTensors], shares: Sequence[Layout], workers: int) -> Iterator[_Arena]:
     """Yield the arenas in the order in which a center allocates them."""
     position = 0
@@ -366,7 +359,7 @@ def _pieces(parts: Sequence[ExchangedTensors], shares: Sequence[Layout], workers
     def arena(part: int, key: str, kind: str, nbytes: int) -> _Arena:
         nonlocal position
         start = position
-        position = _aligned(start + nbytes)
+        position = aligned(start + nbytes)
         return _Arena(part, key, kind, start, start + nbytes)
 
     for index, (part, share) in enumerate(zip(parts, shares, strict=True)):

@@ -37,7 +37,13 @@ _KEPT = 2**13
 _SLOT_BITS = 22
 """Low bits of a noted word, which hold a slot, of four million; those above hold a version, of two trillion."""
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
+"""Bytes: the size of a cache line and of the widest vector register."""
+
+
+def aligned(nbytes: int) -> int:
+    """Return a number of bytes, rounded up so that what follows is aligned."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class PlacedStore:
@@ -297,5 +303,5 @@ def _plan(sizes: Sequence[int], workers: int) -> tuple[list[int], list[int]]:
     slots = [widths[each] + counts for each in classes] + [width + counts for width in widths for _ in range(workers)]
     starts = [0]
     for nbytes in (8 * workers * (1 + len(sizes)), *slots):
-        starts.append(starts[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+        starts.append(starts[-1] + aligned(nbytes))
     return classes, starts

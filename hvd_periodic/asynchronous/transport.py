@@ -16,7 +16,7 @@ import numpy as np
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors
 from hvd_periodic.asynchronous.ledger import Ledger
-from hvd_periodic.asynchronous.slots import Slots
+from hvd_periodic.asynchronous.slots import Slots, aligned
 from hvd_periodic.comm.transports import SharedMemory
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.vectors.store import FlatStore
@@ -130,13 +130,13 @@ class MemoryTransport(Transport):
         self._rank, workers = worker
         first = parts[: int(parts[0].optimized)]  # The part that the optimizer moves, where it lies.
         ledger = Ledger.size(sum(len(share.buckets) for share in shares), workers)
-        units = [*CenterInMemory.sizes(parts, shares), -(-8 * ledger // 64) * 64]
+        units = [*CenterInMemory.sizes(parts, shares), aligned(8 * ledger)]
         units[: len(shares[0].buckets) * len(first)] = [0] * len(shares[0].buckets) * len(first)
         arrays = [int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for shape, dtype in shapes]
         of_first = CenterInMemory.nbytes(first, shares[: len(first)], workers) if center is None else 0
         starts = [0]
         for size in (8 * _HEADER, of_first, Slots.nbytes(units, workers), *arrays):
-            starts.append(starts[-1] + -(-size // 64) * 64)
+            starts.append(starts[-1] + aligned(size))
         self._memory = allocate(starts[-1])
         self.description = self._memory.description
         header, buffer, slots, *state = (self._memory.buffer[start:stop] for start, stop in pairwise(starts))
@@ -200,7 +200,7 @@ class MemoryTransport(Transport):
 
     def optimizer_state(self) -> Any:
         """Return the state from the shared memory."""
-        with self._memory.lock(0, max(self._optimized, 1)):
+        with self._memory.lock(0, self._optimized):
             if not self._header[_STEPPED]:
                 return None
             self._optimizer.pull(self._state)
@@ -263,8 +263,8 @@ class MemoryTransport(Transport):
 
     def show(self) -> None:
         """Copy all units to the file, if there is one."""
-        for unit in range(self._optimized, self._count):
-            if self._shown is not None:
+        if self._shown is not None:
+            for unit in range(self._optimized, self._count):
                 self._show(unit, self._shown)
 
     def _show(self, unit: int, shown: CenterInMemory) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_periodic.asynchronous.transport import MemoryTransport
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer
 from tests.helpers import errors, run_ranks
@@ -123,6 +124,25 @@ def train(communicator: Communicator, path: object, start: float = 0.0) -> np.nd
     optimizer.synchronizer.finalize()
     with optimizer.center():
         return x.copy()
+
+
+def test_pushes_that_were_not_shown_are_in_the_file_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a worker that ends between a push and its copy."""
+    path, show = tmp_path / "center.safetensors", MemoryTransport.show
+
+    def pushes_alone(communicator: Communicator) -> np.ndarray:
+        monkeypatch.setattr(MemoryTransport, "_show", lambda *_: None)
+
+        def shown(transport: MemoryTransport) -> None:
+            monkeypatch.undo()
+            show(transport)
+
+        monkeypatch.setattr(MemoryTransport, "show", shown)
+        return train(communicator, path)
+
+    expected = run_ranks(1, pushes_alone)[0]
+    np.testing.assert_array_equal(load_file(path)["x"], expected)
+    assert expected[0] < 0
 
 
 def test_the_file_of_the_job_before_is_kept(tmp_path: Path) -> None:

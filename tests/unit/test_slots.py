@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -336,3 +337,49 @@ def trained(algorithm: Algorithm, interrupted: bool) -> list[Any]:
 def test_who_is_stopped_pushes_on_the_center_as_it_is_then(name: str) -> None:
     """To the bit what workers have that push one after the other."""
     assert trained(ALGORITHMS[name], interrupted=True) == trained(ALGORITHMS[name], interrupted=False)
+
+
+def test_states_are_read_while_a_worker_is_stopped_in_its_turn() -> None:
+    """At every unit of the window."""
+
+    def train(communicator: Communicator) -> Any:
+        x = np.zeros(5)
+        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, DiLoCo(), 1, asynchronous=True, process_set=communicator)
+        optimizer.step([np.ones(5)])
+        memory = optimizer.synchronizer.exchanger.worker.transport._memory
+        communicator.allgather_object(None, "pushed")
+        held = [number for number in range(2) if communicator.rank == 1 and memory.try_lock(number)]
+        communicator.allgather_object(None, "held")
+        found = None
+        if communicator.rank == 0:
+            with optimizer.center():
+                center = x.tolist()
+            vectors = optimizer.synchronizer.state_dict()["vectors"]["parameters"]
+            found = center, vectors["center"]["x"].tolist()
+        communicator.allgather_object(None, "read")
+        for number in held:
+            memory.unlock(number)
+        optimizer.finalize()
+        return held, found
+
+    (_, (center, saved)), (held, _) = run(2, train)
+    assert held == [0, 1]
+    assert center == saved
+
+
+def test_a_full_folder_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unit is as before, and changes again once there is room."""
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with window(Slots.nbytes(SIZES, WORKERS)) as (memory, _, _):
+        slots = Slots(memory, memory.buffer[: Slots.nbytes(SIZES, WORKERS)], SIZES, (0, WORKERS))
+        push(slots)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", full)
+            with pytest.raises(OSError, match=r"set HVD_PERIODIC_TRANSPORT=service. Received: No space left"):
+                push(slots)
+        assert total(slots) == 1
+        push(slots)
+        assert total(slots) == 2
