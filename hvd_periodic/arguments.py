@@ -173,3 +173,21 @@ def require_momentum(value: object, argument: str) -> float:
     if number >= 1:
         raise ValueError(f"{argument} must be in [0, 1). Received: {value!r}")
     return number
+
+
+def refuse_asynchronous(given: bool, option: str, received: object, why: str) -> None:
+    """Raise a ValueError if an option was given that asynchronous exchange does not have."""
+    if given:
+        raise ValueError(
+            f"`{option}` is for synchronous exchange: with asynchronous=True {why}. Received: {option}={received!r}"
+        )
+
+
+def refuse_with_quorum(quorum: int | None, **options: tuple[object, bool]) -> None:
+    """Raise a ValueError for options, each with its value and whether it was given, that a quorum, if any, excludes."""
+    for option, (received, given) in options.items():
+        if quorum is not None and given:
+            raise ValueError(
+                f"`{option}` is not available with `quorum`, where ranks may be missing in a round. Received: "
+                f"{option}={received!r}, quorum={quorum!r}"
+            )

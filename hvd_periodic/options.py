@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Annotated, Any, ParamSpec, TypedDict, cast, get_type_hints
 
-from hvd_periodic.buffers import Policies
 from hvd_periodic.local_state import LocalStateLike
+from hvd_periodic.participation.patterns import Policies
 from hvd_periodic.wires.compression import Compression
 
 P = ParamSpec("P")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -35,9 +36,7 @@ class Replica(Protocol, Generic[V]):
         in_host_memory: vectors are in host memory and can be used there at once.
         reuses_memory: messages of one exchange are formed in the memory of those before, see :meth:`scratch`.
         complex_names: exchanged parameters whose elements are complex; stores hold them as reals of shape (…, 2).
-        present: names of the parameters, among ``parameters``, to which only ranks with gradients of them contribute.
-        tables: names of the parameters, among ``parameters``, of which only touched rows travel.
-        keeps_own: whether some parameters are not exchanged, so that every rank has its own.
+        by_policy: names of the parameters that have another policy than the default, by the policy's name.
         reports_work: the user can report the examples of each local update.
         may_be_left_out: an exchange may exclude this rank; false if other ranks hold parts of the same replica.
         leaves: converts the framework's tensors in states of optimizers to arrays.
@@ -63,15 +62,28 @@ class Replica(Protocol, Generic[V]):
     in_host_memory: bool = False
     reuses_memory: bool = True
     complex_names: Sequence[str] = ()
-    present: Sequence[str] = ()
-    tables: Sequence[str] = ()
-    keeps_own: bool = False
+    by_policy: Mapping[str, Sequence[str]] = MappingProxyType({})
     reports_work: bool = False
     may_be_left_out: bool = True
     framework: str = ""
     uncounted: str | None = None
     how_to_exclude: str = "Leave them out"
     how_to_exchange: str = "Exchange them, too"
+
+    @property
+    def present(self) -> Sequence[str]:
+        """Names of the parameters, among ``parameters``, to which only ranks with gradients of them contribute."""
+        return self.by_policy.get("present", ())
+
+    @property
+    def tables(self) -> Sequence[str]:
+        """Names of the parameters, among ``parameters``, of which only touched rows travel."""
+        return self.by_policy.get("rows", ())
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether some parameters are not exchanged, so that every rank has its own."""
+        return "local" in self.by_policy
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """Return a context manager whose ``with`` block profilers of this framework show as a range of this name."""

@@ -7,9 +7,8 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.centers.base import Placement
-from hvd_periodic.centers.touched_rows import TouchedRows
-from hvd_periodic.centers.untouched_rows import UntouchedRows
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.participation.rows import TouchedRows, UntouchedRows
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import Store

@@ -22,6 +22,7 @@ from hvd_periodic.local_state import as_local_state
 from hvd_periodic.numpy.communicator import communicator_of
 from hvd_periodic.numpy.sgd import Array
 from hvd_periodic.options import of_exchange, takes
+from hvd_periodic.participation import Present
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.finite import SKIP
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
@@ -84,7 +85,7 @@ class PeriodicExchange(keras.callbacks.Callback):
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             _refuse_gradients(made)
             named = named_variables(model.trainable_variables, model, options["buffers"], options["parameters"])
-            if named.present and keras.backend.backend() != "torch":
+            if Present.name in named.by_policy and keras.backend.backend() != "torch":
                 raise ValueError(
                     "`parameters` can be 'present' for PeriodicExchange with Keras on PyTorch only, where variables "
                     "keep the gradients of a batch: JAX computes zeros for those that are missing, and a step of "

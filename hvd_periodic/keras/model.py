@@ -11,21 +11,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvd_periodic.buffers import (
-    AVERAGE,
-    BROADCAST,
-    BUFFERS,
-    EXCHANGED,
-    LOCAL,
-    MAXIMUM,
-    POLICIES,
-    PRESENT,
-    ROWS,
-    Policies,
-    is_statistic,
-    participation_of,
-)
 from hvd_periodic.keras.private import all_layers, made_untrainable
+from hvd_periodic.participation import EXCHANGED, Broadcast, Policies, by_policy, participation_of
+from hvd_periodic.participation.buffers import AVERAGE, BROADCAST, BUFFERS, LOCAL, MAXIMUM, is_statistic
 
 Named = Sequence[tuple[str, Any]]
 """Variables with their names."""
@@ -51,9 +39,7 @@ class NamedVariables:
         trained: number of trained variables.
         positions: the index of every parameter among the trained variables, if there are others; None: all of these
             are parameters.
-        keeps_own: whether some trained variables are not exchanged.
-        present: names of the parameters to which only ranks with gradients of them contribute.
-        tables: names of the parameters of which only touched rows travel.
+        by_policy: names of the trained variables that have another policy than the default, by the policy's name.
         formerly: for every variable that version 0.1 averaged, whether it is in ``averaged``; empty if the user has
             chosen policies.
     """
@@ -70,9 +56,7 @@ class NamedVariables:
     following: Named = field(default_factory=list)
     trained: int = 0
     positions: Sequence[int] | None = None
-    keeps_own: bool = False
-    present: Sequence[str] = ()
-    tables: Sequence[str] = ()
+    by_policy: Mapping[str, Sequence[str]] = field(default_factory=dict)
     formerly: Sequence[bool] = ()
 
     def names(self) -> dict[int, str]:
@@ -149,7 +133,7 @@ def named_variables(
     others = [weight for weight in ([] if model is None else model.weights) if id(native(weight)) not in held]
     weights = [(name_of(weight), weight) for weight in others if _is_number(weight)]
     BUFFERS.check_patterns(buffers, [name for name, _ in weights])
-    roles: dict[str, list[tuple[str, Any]]] = {policy: [] for policy in POLICIES}
+    roles: dict[str, list[tuple[str, Any]]] = {policy: [] for policy in BUFFERS.policies}
     frozen, unasked, formerly = [], [], []
     for name, weight in weights:
         variable, statistic = native(weight), id(native(weight)) in known
@@ -164,6 +148,7 @@ def named_variables(
     named = [(name_of(variable), native(variable)) for variable in trained]
     participation = participation_of(parameters, [(name, v) for (name, _), v in zip(named, trained, strict=True)])
     positions = [i for i, (name, _) in enumerate(named) if participation[name] in EXCHANGED]
+    special = by_policy(participation, named)
     return NamedVariables(
         [named[i] for i in positions],
         averaged=roles[AVERAGE],
@@ -174,12 +159,10 @@ def named_variables(
         constraints=[getattr(trained[i], "constraint", None) for i in positions],
         deriving=deriving,
         unasked=unasked,
-        following=[(name, v) for name, v in named if participation[name] == BROADCAST and math.prod(v.shape)],
+        following=[pair for pair in named if pair[0] in special.get(Broadcast.name, ())],
         trained=len(named),
         positions=positions if len(positions) < len(named) else None,
-        keeps_own=LOCAL in participation.values(),
-        present=[name for name, v in named if participation[name] == PRESENT and math.prod(v.shape)],
-        tables=[name for name, _ in named if participation[name] == ROWS],
+        by_policy=special,
         formerly=formerly,
     )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from hvd_periodic.buffers import Policies
 from hvd_periodic.options import Options
+from hvd_periodic.participation.patterns import Policies
 
 
 class ModelOptions(Options, total=False):

@@ -12,11 +12,12 @@ import keras
 import numpy as np
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.buffers import NONE_AVERAGED, is_of_random_generator
 from hvd_periodic.keras.model import Named, NamedVariables
 from hvd_periodic.keras.store import HostStore, Variables
 from hvd_periodic.numpy.replica import HostReplica
 from hvd_periodic.numpy.sgd import Array
+from hvd_periodic.participation import NONE_AVERAGED, facts_of
+from hvd_periodic.participation.buffers import is_of_random_generator
 from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Layout, TensorSpec
 from hvd_periodic.vectors.store import Store
@@ -65,7 +66,7 @@ class NamedReplica(Replica[Any]):
         self.named, self.bucket_bytes = named, bucket_bytes
         self.positions: Sequence[int] = range(len(named.parameters)) if named.positions is None else named.positions
         self.trained = named.trained or len(named.parameters)
-        self.keeps_own, self.present, self.tables = named.keeps_own, named.present, named.tables
+        self.by_policy = named.by_policy
 
     def make_stores(self) -> None:
         """Make the stores of all roles."""
@@ -108,10 +109,7 @@ class NamedReplica(Replica[Any]):
         if self.named.positions is not None:  # Names cannot tell which variables are whose.
             facts["places of parameters among the trained variables"] = list(self.named.positions)
         names = [name for name, _ in self.named.parameters]
-        for kind, some in (("of those present", self.present), ("of which rows travel", self.tables)):
-            if some:
-                facts[f"places of parameters {kind}"] = [names.index(name) for name in some]
-        return facts
+        return facts | {f"places of {some}": [names.index(name) for name in of] for some, of in facts_of(self)}
 
     def changes(self) -> str | None:
         """Return None: variables keep dtype and shape."""

@@ -8,19 +8,18 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.buffers import (
-    BROADCAST,
-    EXCHANGED,
-    LOCAL,
-    NONE_AVERAGED,
-    PRESENT,
-    ROWS,
-    Policies,
-    participation_of,
-)
-from hvd_periodic.named import unique_pairs
 from hvd_periodic.numpy.complex_numbers import ComplexArrayStore, as_complex, as_real
 from hvd_periodic.numpy.sgd import Array
+from hvd_periodic.participation import (
+    EXCHANGED,
+    NONE_AVERAGED,
+    Broadcast,
+    Policies,
+    by_policy,
+    facts_of,
+    participation_of,
+)
+from hvd_periodic.participation.named import unique_pairs
 from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.spellings import renamed
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
@@ -107,16 +106,12 @@ class NumpyReplica(HostReplica):
             self.arrays.append(array)
         named = list(zip(self.names, self.arrays, strict=True))
         participation = participation_of(parameters, named)
-        taking_part, following = (
-            [pair for pair in named if participation[pair[0]] in policies] for policies in (EXCHANGED, [BROADCAST])
-        )
+        taking_part = [pair for pair in named if participation[pair[0]] in EXCHANGED]
         if not any(array.size for _, array in taking_part):
             found = f"{len(named)} parameters{NONE_AVERAGED}" if len(taking_part) < len(named) else "no parameters"
             raise ValueError(f"`model` must hold at least one element. Received: {found}")
-        self.keeps_own = LOCAL in participation.values()
-        self.present = [name for name, array in named if participation[name] == PRESENT and array.size]
-        self.tables = [name for name, array in named if participation[name] == ROWS]
-        following = [(name, array) for name, array in following if array.size]
+        self.by_policy = by_policy(participation, named)
+        following = [pair for pair in named if pair[0] in self.by_policy.get(Broadcast.name, ())]
         self.exchanged = [i for i, name in enumerate(self.names) if participation[name] in EXCHANGED]
         """Indices of the arrays on which the algorithm acts."""
         self.complex_names = [name for name, array in taking_part + following if np.iscomplexobj(array)]
@@ -138,8 +133,7 @@ class NumpyReplica(HostReplica):
 
     def facts(self) -> dict[str, object]:
         """Return names, shapes and dtypes."""
-        facts: dict[str, object] = {"parameters of those present": self.present} if self.present else {}
-        facts |= {"parameters of which rows travel": self.tables} if self.tables else {}
+        facts: dict[str, object] = dict(facts_of(self))
         for role, store in {"parameter": self.parameters, "parameter from the root": self.parameters_from_root}.items():
             arrays = [] if store is None else list(zip(store.layout.specs, store.originals(), strict=True))
             facts[f"number of {role}s"] = len(arrays)

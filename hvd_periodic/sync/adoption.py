@@ -23,11 +23,12 @@ from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.outer.stretches import Division, Form, carried
+from hvd_periodic.participation.broadcast import FROM_ROOT
 from hvd_periodic.replica import Replica
 from hvd_periodic.sync.fragment_plan import SinceLastSync
 from hvd_periodic.sync.handshake import Check, Handshake
 from hvd_periodic.sync.startup import CallPoint
-from hvd_periodic.sync.tensor_groups import FROM_ROOT, TensorGroups
+from hvd_periodic.sync.tensor_groups import TensorGroups
 
 V = TypeVar("V")
 

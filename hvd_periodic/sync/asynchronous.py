@@ -13,11 +13,11 @@ from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers import Placement, Sharded
 from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.local_state.base import LocalState
+from hvd_periodic.participation.present import Presence
 from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, reset_to_center
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.planner import Plan, query
-from hvd_periodic.sync.presence import Presence
 from hvd_periodic.sync.reporting import report_exchange, with_distance
 from hvd_periodic.sync.status import ScheduleState
 from hvd_periodic.sync.tensor_groups import TensorGroups
@@ -57,12 +57,7 @@ class Asynchronous(Exchanger[V]):
         groups = exchanged.groups(tensors, self.worker.placements, membership)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         if exchanged.replica.present:
-            if exchanged.algorithm.reads_after:
-                raise ValueError(
-                    "`parameters` can be 'present' in asynchronous exchange with elastic averaging only, since nobody "
-                    f"knows who else is present. Received: {exchanged.algorithm!r}"
-                )
-            self.presence = Presence(exchanged.replica, context.progress, fragments=1)
+            self.presence = Presence(exchanged.replica, fragments=1)
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
 
     @property

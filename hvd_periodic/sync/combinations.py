@@ -12,11 +12,9 @@ from hvd_periodic.arguments import require_int, require_real
 from hvd_periodic.asynchronous.rounds import Quorum
 from hvd_periodic.centers.norm_bounds import NormBounds
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.handshake import Weight
-from hvd_periodic.sync.optimizer_state import LocalOptimizer
 from hvd_periodic.vectors.space import ArraySpace
 from hvd_periodic.wires.base import Wire
 
@@ -160,16 +158,6 @@ def as_quorum(
     return None if quorum == size else Quorum(quorum, grace)
 
 
-def refuse_with_quorum(quorum: int, **options: tuple[object, bool]) -> None:
-    """Raise a ValueError for options, each with its value and whether it was asked for, that a quorum excludes."""
-    for option, (received, given) in options.items():
-        if given:
-            raise ValueError(
-                f"`{option}` is not available with `quorum`, where ranks may be missing in a round. Received: "
-                f"{option}={received!r}, quorum={quorum!r}"
-            )
-
-
 def as_grace(grace_seconds: float | None, algorithm: Algorithm) -> float:
     """Return the seconds in which an asynchronous worker waits for pushes of others, validated; None: 0.
 
@@ -192,80 +180,10 @@ def refuse_quorum(quorum: int | None, where: str) -> None:
         raise ValueError(f"`quorum` is not available {where}. Received: quorum={quorum!r}")
 
 
-def check_bounds(bounds: NormBounds | None, algorithm: Algorithm, replica: Replica[Any], size: int) -> None:
-    """Raise a ValueError if bounds on norms have no meaning for the algorithm among ``size`` ranks, or the replica."""
-    if bounds is None:
-        return
-    if replica.present:
-        raise ValueError(
-            "`max_message_norm` and `max_mean_norm` are norms over all that a rank exchanges, and `parameters` "
-            f"makes some of it 'present' on some ranks only: leave out one of the two. Received: {bounds}"
-        )
-    if replica.tables and not algorithm.reads_after:
-        raise ValueError(
-            "`max_message_norm` is a norm over all that a rank exchanges, and in elastic averaging `parameters` that "
-            f"are 'rows' send some rows only: leave out one of the two. Received: {bounds}"
-        )
-    if bounds.mean is not None and algorithm.share_of_mean(Exchange(size, 1)) is None:
+def check_bounds(bounds: NormBounds | None, algorithm: Algorithm, size: int) -> None:
+    """Raise a ValueError if bounds on norms have no meaning for the algorithm among ``size`` ranks."""
+    if bounds is not None and bounds.mean is not None and algorithm.share_of_mean(Exchange(size, 1)) is None:
         raise ValueError(
             "`max_mean_norm` is for algorithms whose center takes an outer step: averaging, DiLoCo, SlowMo, BMUF "
             f"and AGN; `max_message_norm` is for all. Received: {algorithm!r}"
         )
-
-
-def check_participation(
-    replica: Replica[Any], algorithm: Algorithm, policy: LocalState, fragments: int, averages_until: Schedule | None
-) -> None:
-    """Raise a ValueError if ``parameters`` cannot be combined with the other options.
-
-    Args:
-        replica: knows the policies of its parameters.
-        algorithm: the algorithm.
-        policy: the policy for the state of the local optimizer.
-        fragments: the number of fragments.
-        averages_until: the schedule, if gradients are averaged over the ranks that exchange at first; else None.
-    """
-    special = replica.keeps_own or replica.parameters_from_root is not None or replica.present
-    if averages_until is not None and special:
-        raise ValueError(
-            "`parameters` cannot be 'local', 'broadcast' or 'present' as long as gradients are averaged over the "
-            f"ranks that exchange, as in {averages_until!r}: leave out PostLocal, or `parameters`"
-        )
-    if replica.present and policy.touches and fragments > 1:
-        raise ValueError(
-            "`fragments`, `optimizer_state` and `parameters` that are 'present' cannot be combined, since a "
-            "fragment does not know who was present in the whole period: leave out one of them. Received: "
-            f"fragments={fragments}, optimizer_state={policy}"
-        )
-    if replica.present and algorithm.reduction != "sum":
-        raise ValueError(
-            "`parameters` can be 'present' only if messages are summed, and "
-            f"{type(algorithm).__name__} takes another reduction: {algorithm.reduction!r}"
-        )
-
-
-def rows_problem(replica: Replica[Any], algorithm: Algorithm, local: LocalOptimizer | None) -> str | None:
-    """Return why not only rows with gradients move between exchanges, where elastic averaging relies on it; or None.
-
-    Args:
-        replica: knows the tables of which only touched rows travel.
-        algorithm: the algorithm.
-        local: the local optimizer; None if it is not known.
-    """
-    if not replica.tables or algorithm.reads_after:
-        return None
-    moved = "an optimizer whose gradients are not seen here" if local is None else local.moves_untouched(replica.tables)
-    if moved is None:
-        return None
-    return (
-        "`parameters` can be 'rows' in elastic averaging only if the local optimizer leaves rows without gradients "
-        "alone, as SGD without momentum and weight decay and torch.optim.SparseAdam do, and embeddings have no "
-        f"max_norm: change these, or pass parameters='average'. Received: {moved}"
-    )
-
-
-def check_rows(replica: Replica[Any], algorithm: Algorithm, local: LocalOptimizer | None) -> None:
-    """Raise a ValueError if not only rows with gradients move, see :func:`rows_problem`."""
-    problem = rows_problem(replica, algorithm, local)
-    if problem is not None:
-        raise ValueError(problem)

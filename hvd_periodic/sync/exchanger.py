@@ -19,13 +19,13 @@ from hvd_periodic.comm.handshake import Record
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.journal import Journal
 from hvd_periodic.local_state.base import LocalState
+from hvd_periodic.participation.present import Presence
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.differences import Differences
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.handshake import Handshake
 from hvd_periodic.sync.optimizer_state import OptimizerState, OptimizerStateExchange
 from hvd_periodic.sync.planner import Plan, Planner, forecast
-from hvd_periodic.sync.presence import Presence
 from hvd_periodic.sync.progress import ProgressTracker
 from hvd_periodic.sync.tensor_groups import ExchangeSpec, TensorGroups
 from hvd_periodic.sync.warmup import SynchronousWarmup

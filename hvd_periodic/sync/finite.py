@@ -6,8 +6,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.membership import Membership
+from hvd_periodic.participation.broadcast import FROM_ROOT
 from hvd_periodic.replica import Replica
-from hvd_periodic.sync.tensor_groups import FROM_ROOT, TensorGroups
+from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.wires.base import Wire
 
 V = TypeVar("V")

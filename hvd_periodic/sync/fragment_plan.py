@@ -183,9 +183,22 @@ class DueFragments:
     periods: int
     since: list[list[int]]
 
+    @property
+    def indices(self) -> set[int]:
+        """The indices of these fragments."""
+        return {turn.fragment.index for turn in self.turns}
+
     def with_weight(self, weight: float) -> DueFragments:
         """Return a copy in which this rank has the given weight in means."""
         turns = [FragmentExchange(turn.fragment, replace(turn.exchange, weight=weight)) for turn in self.turns]
+        return replace(self, turns=turns)
+
+    def with_presence(self, presence: Sequence[Mapping[str, float | None]]) -> DueFragments:
+        """Return a copy with the weights of this rank among those present, of each fragment, by parameter."""
+        turns = [
+            FragmentExchange(turn.fragment, replace(turn.exchange, presence=presence[turn.fragment.index]))
+            for turn in self.turns
+        ]
         return replace(self, turns=turns)
 
 

@@ -143,10 +143,11 @@ class Gradients(Generic[V]):
     def prepare(self) -> None:
         """Show the gradients of this iteration to the algorithm, unless they are still averaged over all ranks."""
         self._prepared = True
-        if self.exchanger.presence is not None:
-            self.exchanger.presence.note()
+        context, presence = self.exchanger.context, self.exchanger.presence
+        if presence is not None and (found := presence.found()):
+            context.progress.see(found, presence.fragments)
         if self._untouched is not None:
-            self.exchanger.context.exchanged.replica.mark_rows(self._untouched.marks)
+            context.exchanged.replica.mark_rows(self._untouched.marks)
         if self._algorithm.uses_gradients:
             self.show()
 

@@ -12,6 +12,7 @@ from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.local_state.mean import Mean
+from hvd_periodic.participation.base import LocalOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.store import Store
 
@@ -19,13 +20,6 @@ V = TypeVar("V")
 
 Pairs = Sequence[tuple[str, Any]]
 """Names of parameters, with a state tensor for each."""
-
-
-class LocalOptimizer(Protocol):
-    """A local optimizer, as exchanges of tables see it."""
-
-    def moves_untouched(self, names: Collection[str]) -> str | None:
-        """Return, in words, what moves rows without gradients of some parameters; None if nothing does."""
 
 
 class OptimizerState(LocalOptimizer, Protocol[V]):

@@ -11,6 +11,7 @@ import numpy as np
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.comm.membership import Membership
+from hvd_periodic.participation import policies_of
 from hvd_periodic.replica import Replica
 from hvd_periodic.sync.fragment_plan import DueFragments
 from hvd_periodic.sync.tensor_groups import TensorGroups
@@ -40,8 +41,7 @@ class PiggybackedMessages(Generic[V]):
         nbytes = sum(bucket.nbytes for group in groups for bucket in group.values.layout.buckets)
         self.possible = (
             communicator.size > 1
-            and not replica.tables  # Their messages are not whole.
-            and not replica.present  # Weights among those present are known after the handshake only.
+            and all(policy.known_early for policy in policies_of(replica))
             and nbytes * communicator.size <= communicator.piggyback_limit_bytes
             and replica.in_host_memory
             and all(group.can_piggyback for group in groups)

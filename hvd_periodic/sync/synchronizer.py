@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 from hvd_periodic.algorithms.base import Algorithm
-from hvd_periodic.arguments import require_int
+from hvd_periodic.arguments import refuse_asynchronous, refuse_with_quorum, require_int
 from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.centers.norm_bounds import NormBounds, as_norm_bounds
-from hvd_periodic.centers.touched_rows import layout_by_rows
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.journal import Journal
@@ -24,6 +23,8 @@ from hvd_periodic.local_state import LocalStateLike, as_local_state
 from hvd_periodic.options import PathLike, WeightLike
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.outer.per_fragment import CloneableOptimizer
+from hvd_periodic.participation import policies_of
+from hvd_periodic.participation.base import Setting
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.schedules.conversion import as_schedule
@@ -38,12 +39,8 @@ from hvd_periodic.sync.combinations import (
     as_staleness_power,
     check_bounds,
     check_outer,
-    check_participation,
-    check_rows,
     check_schedule,
     check_weight,
-    refuse_with_quorum,
-    rows_problem,
 )
 from hvd_periodic.sync.differences import Differences
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, check_agreement
@@ -199,40 +196,54 @@ class ReplicaSynchronizer(Generic[V]):
         require_int(audit_every, "`audit_every`", minimum=0)
         counts, bounds = Weight(weight), as_norm_bounds(max_message_norm, max_mean_norm)
         if asynchronous:
-            _refuse(bool(replica.tables), "parameters", "rows", "a worker exchanges its whole replica")
-            _refuse(overlaps, "overlap", overlap, "no rank waits for another")
-            _refuse(fragments > 1, "fragments", fragments, "no rank waits for another")
-            _refuse(wire.lossy, "compression", compression, "ranks read and write the center itself")
-            _refuse(error_decay != 1, "error_decay", error_decay, "no part of a message is left unsent")
-            _refuse(audit_every > 0, "audit_every", audit_every, "there is one center")
-            _refuse(weight is not None, "weight", weight, "no mean is taken")
-            _refuse(max_message_norm is not None, "max_message_norm", max_message_norm, "no bounds are kept")
-            _refuse(max_mean_norm is not None, "max_mean_norm", max_mean_norm, "no mean is taken")
+            refuse_asynchronous(overlaps, "overlap", overlap, "no rank waits for another")
+            refuse_asynchronous(fragments > 1, "fragments", fragments, "no rank waits for another")
+            refuse_asynchronous(wire.lossy, "compression", compression, "ranks read and write the center itself")
+            refuse_asynchronous(error_decay != 1, "error_decay", error_decay, "no part of a message is left unsent")
+            refuse_asynchronous(audit_every > 0, "audit_every", audit_every, "there is one center")
+            refuse_asynchronous(weight is not None, "weight", weight, "no mean is taken")
+            refuse_asynchronous(
+                max_message_norm is not None, "max_message_norm", max_message_norm, "no bounds are kept"
+            )
+            refuse_asynchronous(max_mean_norm is not None, "max_mean_norm", max_mean_norm, "no mean is taken")
         schedule = as_schedule(schedule, "schedule")
         check_schedule(schedule, bool(asynchronous))
-        if quorum is not None:
-            refuse_with_quorum(
-                quorum,
-                asynchronous=(asynchronous, bool(asynchronous)),
-                overlap=(overlap, overlaps),
-                fragments=(fragments, fragments > 1),
-                audit_every=(audit_every, audit_every > 0),
-                center=(center, center == "sharded"),
-                parameters=("rows" if replica.tables else "present", bool(replica.tables or replica.present)),
-            )
+        refuse_with_quorum(
+            quorum,
+            asynchronous=(asynchronous, bool(asynchronous)),
+            overlap=(overlap, overlaps),
+            fragments=(fragments, fragments > 1),
+            audit_every=(audit_every, audit_every > 0),
+            center=(center, center == "sharded"),
+        )
         needed = as_quorum(quorum, None if asynchronous else grace_seconds, algorithm, communicator, outer is not None)
         exchanger = self.exchangers.asynchronous if asynchronous else self.exchangers.synchronous
         exchanger = self.exchangers.overlapped if overlaps else exchanger
         exchanger = exchanger if needed is None else self.exchangers.quorum
-        if replica.tables:
-            replica.parameters.layout = layout_by_rows(replica, algorithm)
+        self.policy = as_local_state(optimizer_state)
+        variant = exchanger.suited(algorithm, communicator.size)
+        setting = Setting(
+            replica,
+            variant,
+            asynchronous,
+            quorum,
+            center,
+            wire,
+            fragments,
+            self.policy,
+            local_optimizer,
+            bounds,
+            schedule,
+        )
+        policies = policies_of(replica)
+        for policy in policies:
+            policy.check(setting)
+            replica.parameters.layout = policy.layout(replica)
         whole_tensors = outer is not None and not self.cuts_tensors
         replica.parameters.layout, cut = cut_into_fragments(replica.parameters.layout, fragments, whole_tensors)
         outer = cast(CloneableOptimizer, outer).per_fragment(cut) if outer is not None and len(cut) > 1 else outer
-        self.policy = as_local_state(optimizer_state)
         schedule = by_fragments(schedule, len(cut))
         self.replica = replica
-        variant = exchanger.suited(algorithm, communicator.size)
         check_outer(outer is not None, algorithm, variant)
         power = as_staleness_power(staleness_power, variant, bool(asynchronous), quorum is not None)
         self.exchanged = ExchangeSpec(replica, variant, outer, rates)
@@ -240,15 +251,12 @@ class ReplicaSynchronizer(Generic[V]):
         self.algorithm = self.exchanged.algorithm
         check_weight(counts, self.algorithm, replica, fragments)
         decay = as_error_decay(error_decay, wire, self.algorithm)
-        check_bounds(bounds, self.algorithm, replica, communicator.size)
+        check_bounds(bounds, self.algorithm, communicator.size)
         self.membership = Membership(communicator, root, communicator.unique_name() if name is None else name)
         state = state_exchange(self.policy, local_optimizer, replica, self.membership)
         self.progress = self.new_progress(schedule)
         self.planner = Planner(schedule, self.membership)
         self.warmup = SynchronousWarmup(self.planner, self.progress)
-        averages_until = None if self.warmup.until is None else schedule
-        check_participation(replica, self.algorithm, self.policy, len(cut), averages_until)
-        check_rows(replica, self.algorithm, local_optimizer)
         follower = self.exchanged.hyperparameters
         self.handshake = Handshake(self.membership, self.progress, self.planner, follower, state, counts)
         communicator.tracker.limit(timeout_seconds)
@@ -286,8 +294,7 @@ class ReplicaSynchronizer(Generic[V]):
         self.startup = Startup(self.exchanger, self.checkpoint, self.gradients.assigned)
         self.center_reader = self.center_reader_type(self.exchanger, self.checkpoint, self.startup)
         self.handshake.checks += [replica.changes, self.gradients.assigned.name_parameters]
-        if replica.tables:
-            self.handshake.checks.append(partial(rows_problem, replica, self.algorithm, local_optimizer))
+        self.handshake.checks += [partial(policy.problem, setting) for policy in policies]
         if self.progress.is_new:
             self.exchanger.tensor_groups.reset()
 
@@ -657,14 +664,6 @@ class ReplicaSynchronizer(Generic[V]):
         """
         self.exchanger.wait_and_update_centers()
         return self.tensor_groups.parameters.center.tensors()
-
-
-def _refuse(given: bool, option: str, received: object, why: str) -> None:
-    """Raise a ValueError if an option was given that asynchronous exchange does not have."""
-    if given:
-        raise ValueError(
-            f"`{option}` is for synchronous exchange: with asynchronous=True {why}. Received: {option}={received!r}"
-        )
 
 
 def _as_center_file(center_file: PathLike | None, asynchronous: bool) -> Path | None:

@@ -10,15 +10,14 @@ from hvd_periodic.arguments import described
 from hvd_periodic.centers import Placement, Replicated
 from hvd_periodic.centers.in_flight import InFlightExchange
 from hvd_periodic.centers.tensor_group import TensorGroup
-from hvd_periodic.centers.touched_rows import check_way
 from hvd_periodic.comm.agreement import ADVICE
 from hvd_periodic.comm.handshake import Purpose, Record, integers
+from hvd_periodic.participation.present import Presence
 from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, reset_to_center
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.fragment_plan import DueFragments, FragmentExchange, FragmentPlan, SinceLastSync
 from hvd_periodic.sync.handshake import Weight
 from hvd_periodic.sync.piggyback import PiggybackedMessages
-from hvd_periodic.sync.presence import Presence
 from hvd_periodic.sync.reporting import report_exchange, with_distance
 from hvd_periodic.sync.status import GlobalStatus, LocalStatus, ScheduleState
 from hvd_periodic.sync.tensor_groups import TensorGroups
@@ -49,8 +48,6 @@ class Synchronous(Exchanger[V]):
         placements = [place(*ranks), *(Replicated(*ranks) for _ in tensors[1:])]
         self.turns = FragmentPlan(context.fragments, context.planner.schedule)
         context.wire.check(membership.communicator, place.name)
-        if exchanged.replica.tables:
-            check_way(context.wire, place.name, exchanged.algorithm)
         if context.wire.lossy and exchanged.algorithm.reduction != "sum":
             raise ValueError(
                 f"`compression` is for sums over ranks, and {type(exchanged.algorithm).__name__} takes another "
@@ -61,7 +58,7 @@ class Synchronous(Exchanger[V]):
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.piggyback = PiggybackedMessages(self.tensor_groups, exchanged.replica, membership)
         if exchanged.replica.present:
-            self.presence = Presence(exchanged.replica, context.progress, len(context.fragments))
+            self.presence = Presence(exchanged.replica, len(context.fragments))
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
         self._bind()
 
@@ -124,7 +121,8 @@ class Synchronous(Exchanger[V]):
             due = self._due(agreed, own)
             if self.presence is not None:
                 communicator = context.membership.communicator
-                due = self.presence.weighed(due, communicator.select(piggybacks), communicator.rank, agreed.weights)
+                packed, rank = communicator.select(piggybacks), communicator.rank
+                due = due.with_presence(self.presence.weights(packed, rank, agreed.weights))
             elif piggyback is not None and agreed.weights is None:
                 self.piggyback.deliver(records, piggybacks)
             with context.handshake.remember_failure(own.counters.local_steps):
@@ -134,7 +132,7 @@ class Synchronous(Exchanger[V]):
             next_exchange = agreed.step + plan.next_exchange - agreed.clock.step
             fresh = ScheduleState(updates=own.counters.local_steps - own.counters.skipped_updates)
             exchanged, excluded = bool(due.turns), own.excluded is not None
-            seen = [] if self.presence is None or excluded else self.presence.after(own.notes.seen, due)
+            seen = [] if self.presence is None or excluded else self.presence.after(own.notes.seen, due.indices)
             notes = fresh if due.completes else own.notes
             notes = replace(notes, memory=plan.memory, since=due.since, seen=seen)
             progress.advance(agreed.step, next_exchange, notes, started, exchanged, excluded, sent)

@@ -20,6 +20,8 @@ from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.agreement import ADVICE, audit
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.outer.framework import Hyperparameters, NoOuterOptimizer, OuterOptimizer
+from hvd_periodic.participation.broadcast import FROM_ROOT
+from hvd_periodic.participation.broadcast import Broadcast as Following
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import Store
@@ -27,9 +29,6 @@ from hvd_periodic.wires.base import Wire
 from hvd_periodic.wires.plain import Plain
 
 V = TypeVar("V")
-
-FROM_ROOT = "parameters_from_root"
-"""Name of the group of parameters that take the root's values."""
 
 
 class TensorGroups(Generic[V]):
@@ -218,7 +217,7 @@ class ExchangeSpec(Generic[V]):
         replica = self.replica
         kinds = [
             ("parameters", replica.parameters, self.algorithm),
-            (FROM_ROOT, replica.parameters_from_root, Broadcast("parameters")),
+            (FROM_ROOT, replica.parameters_from_root, Following.algorithm),
             ("buffers", replica.buffers, Statistics()),
             ("integers", replica.integers, Maximum()),
             ("from_root", replica.from_root, Broadcast()),

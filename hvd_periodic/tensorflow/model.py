@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_periodic.buffers import Policies
 from hvd_periodic.keras import model as of_keras
+from hvd_periodic.participation.patterns import Policies
 
 AnyVariable = Any
 """A ``keras.Variable`` or a ``tf.Variable``."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.centers.error_feedback import RESIDUAL, SECOND_HOP_RESIDUAL
-from hvd_periodic.centers.untouched_rows import SUMS, TOUCHED
+from hvd_periodic.participation.rows import SUMS, TOUCHED
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.progress import MEMORY, SEEN, SINCE, WORK

@@ -10,12 +10,12 @@ import keras
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed
-from hvd_periodic.buffers import PARAMETERS
 from hvd_periodic.centers import placement_of
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.subset import require_possible
 from hvd_periodic.keras.model import check_policy, described
 from hvd_periodic.local_state import LocalState
+from hvd_periodic.participation import PARAMETERS
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.combinations import refuse_quorum
 from hvd_periodic.sync.warmup import schedule_around

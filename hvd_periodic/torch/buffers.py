@@ -7,13 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from hvd_periodic.buffers import (
-    AVERAGE,
-    BUFFERS,
-    LOCAL,
-    MAXIMUM,
-    is_statistic,
-)
+from hvd_periodic.participation.buffers import AVERAGE, BUFFERS, LOCAL, MAXIMUM, is_statistic
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 
 Buffers: TypeAlias = str | Mapping[str, str] | Callable[[str, torch.Tensor], str | None] | None

@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from hvd_periodic.buffers import BUFFERS, LOCAL, Policies, participation_of
 from hvd_periodic.frames import arguments_of
-from hvd_periodic.named import unique_pairs
+from hvd_periodic.participation import Local, Policies, participation_of
+from hvd_periodic.participation.buffers import BUFFERS, LOCAL
+from hvd_periodic.participation.named import unique_pairs
 from hvd_periodic.torch.buffers import Buffers, policies, policy_of
 from hvd_periodic.torch.sharded_parameters import is_sharded, reshard
 
@@ -103,7 +104,7 @@ class NamedTensors:
         current, original = _ids(module.named_parameters()), _ids(self.parameters)
         current |= _ids(pair for pair in _originals(module.named_buffers()) if self._exchanges(*pair))
         original |= _ids(pair for pair in self.buffers if self._exchanges(*pair))
-        names = (name for name in current.keys() | original.keys() if self.participation.get(name) != LOCAL)
+        names = (name for name in current.keys() | original.keys() if self.participation.get(name) != Local.name)
         changed = [name for name in names if current.get(name) != original.get(name)]
         return min(changed, default=None)
 

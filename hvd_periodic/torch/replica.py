@@ -12,23 +12,14 @@ import numpy as np
 import torch
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.buffers import (
-    AVERAGE,
-    BROADCAST,
-    EXCHANGED,
-    LOCAL,
-    MAXIMUM,
-    NONE_AVERAGED,
-    PRESENT,
-    ROWS,
-    is_of_random_generator,
-)
+from hvd_periodic.participation import EXCHANGED, NONE_AVERAGED, Average, Broadcast, Local, by_policy, facts_of
+from hvd_periodic.participation.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM, is_of_random_generator
 from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.torch.dtypes import COMPLEX, INTEGERS, REALS, as_real
 from hvd_periodic.torch.leaves import Tensors
 from hvd_periodic.torch.model import Model, NamedTensors
 from hvd_periodic.torch.modes import Modes
-from hvd_periodic.torch.sharded_parameters import check_sharded, facts_of, is_sharded, shard_of
+from hvd_periodic.torch.sharded_parameters import check_sharded, facts_of_shards, is_sharded, shard_of
 from hvd_periodic.torch.space import TensorListSpace, TensorSpace
 from hvd_periodic.torch.stores import ComplexTensorStore, OffloadedStore, TensorStore, as_center_device
 from hvd_periodic.torch.trained_set import TrainedSet
@@ -88,15 +79,14 @@ class TorchReplica(Replica[torch.Tensor]):
                 )
         self.trained_set = TrainedSet.of(named.parameters, optimizer)
         self._digests: dict[str, tuple[Any, bytes]] = {}
-        self.local_names = {name for name, policy in named.participation.items() if policy == LOCAL}
-        self.keeps_own = bool(self.local_names)
+        self.local_names = {name for name, policy in named.participation.items() if policy == Local.name}
         common = [(n, p) for n, p in named.parameters if n not in self.local_names]
         ours = [(n, p) for n, p in common if self._held is None or id(p) in self._held]
         trained = [(n, p) for n, p in ours if p.requires_grad]
-        taking_part = [(n, p) for n, p in trained if named.participation.get(n, AVERAGE) in EXCHANGED]
-        self.present = [n for n, p in taking_part if named.participation.get(n) == PRESENT and p.numel()]
-        self.tables = [n for n, _ in taking_part if named.participation.get(n) == ROWS]
-        following = [(n, p) for n, p in trained if named.participation.get(n) == BROADCAST and p.numel()]
+        taking_part = [(n, p) for n, p in trained if named.participation.get(n, Average.name) in EXCHANGED]
+        own = [(n, p) for n, p in named.parameters if n in self.local_names]
+        self.by_policy = by_policy(named.participation, own + trained)
+        following = [(n, p) for n, p in trained if n in self.by_policy.get(Broadcast.name, ())]
         if not any(parameter.numel() for _, parameter in taking_part):
             raise ValueError(
                 "`model` must hold at least one trainable parameter. Received: "
@@ -173,15 +163,12 @@ class TorchReplica(Replica[torch.Tensor]):
             "buffer from the root": self.from_root,
             "constant": self.constants,
         }
-        facts = facts_of(self.sharded) | {
+        facts = facts_of_shards(self.sharded) | {
             "optimizer": type(self.optimizer).__name__,
             "bucket_bytes": self.bucket_bytes,
             "center_device": self.center_device,
         }
-        if self.present:
-            facts["parameters of those present"] = self.present
-        if self.tables:
-            facts["parameters of which rows travel"] = self.tables
+        facts |= facts_of(self)
         for role, store in stores.items():
             tensors = [] if store is None else list(zip(store.layout.specs, store.originals(), strict=True))
             facts[f"number of {role}s"] = len(tensors)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from hvd_periodic.sync.tensor_groups import FROM_ROOT, TensorGroups
+from hvd_periodic.participation.broadcast import FROM_ROOT
+from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.torch.model import NamedTensors, original_name
 from hvd_periodic.torch.outer import TorchOuterOptimizer
 from hvd_periodic.torch.sharded_parameters import as_sharded, shard_of

@@ -34,7 +34,7 @@ def as_sharded(shard: torch.Tensor, like: Any) -> torch.Tensor:
     )
 
 
-def facts_of(sharded: Mapping[str, Any]) -> dict[str, object]:
+def facts_of_shards(sharded: Mapping[str, Any]) -> dict[str, object]:
     """Return the facts on which exchanging ranks must agree: their positions in their islands, and their shards."""
     places = sorted({str(list(tensor.device_mesh.get_coordinate())) for tensor in sharded.values()})
     if not places:

@@ -322,3 +322,14 @@ def _at_rank(x: Any, rank: int) -> Any:
     """
     first = x.shape[1] - rank
     return np.partition(x.view(np.int32), first)[:, first, None].view(np.float32)
+
+
+def packed_bits(flags: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return booleans as bits, in 64-bit integers.
+
+    Example:
+        >>> packed_bits(np.array([False] * 8 + [True] * 8)).view(np.uint8)
+        array([  0, 255,   0,   0,   0,   0,   0,   0], dtype=uint8)
+    """
+    octets = np.packbits(flags)
+    return np.pad(octets, (0, -octets.size % 8)).view(np.int64)

@@ -13,8 +13,8 @@ import pytest
 
 from hvd_periodic import AGN, EASGD, Averaging, Communicator, Every, PostLocal
 from hvd_periodic.arguments import require_int, require_real
-from hvd_periodic.named import unique_pairs
 from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer, PeriodicOptimizer
+from hvd_periodic.participation.named import unique_pairs
 from tests.helpers import readable, run_ranks
 
 PERIODS: dict[str, Callable[[Any], object]] = {

@@ -41,7 +41,7 @@ def test_every_file_works_as_it_stands(tmp_path: Path) -> None:
         (tmp_path / path).write_text(content)
     names = [Path(path).stem for path in files if path.startswith("hvd_periodic/")]
     tests = [path for path in files if path.startswith("tests/")]
-    assert len(names) == len(tests) == 8
+    assert len(names) == len(tests) == 9
     tested = run_in(
         tmp_path,
         "-m",

@@ -9,12 +9,12 @@ from typing import Any
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.centers.by_range import ByRange
 from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.participation.broadcast import FROM_ROOT
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.fragment_plan import DueFragments
 from hvd_periodic.sync.overlapped import Overlapped
 from hvd_periodic.sync.status import GlobalStatus, LocalStatus
 from hvd_periodic.sync.synchronous import Synchronous
-from hvd_periodic.sync.tensor_groups import FROM_ROOT
 from hvd_periodic.tensorflow.contrib_opt.turns import Turn
 from hvd_periodic.vectors.layout import Bucket
 from hvd_periodic.vectors.store import Store

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from inspect import isfunction
@@ -14,13 +13,13 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.algorithms.easgd import BETA
-from hvd_periodic.buffers import AVERAGE, BROADCAST, EXCHANGED, LOCAL, PARAMETERS, PRESENT, ROWS
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.keras.model import NamedVariables
 from hvd_periodic.options import of_exchange
+from hvd_periodic.participation import EXCHANGED, PARAMETERS, Average, Broadcast, Local, Present, by_policy
+from hvd_periodic.participation.broadcast import FROM_ROOT
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.sync.synchronizer import Exchangers
-from hvd_periodic.sync.tensor_groups import FROM_ROOT
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, communicator_of
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1, nothing
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
@@ -121,14 +120,14 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         The centers and companions that some policies do not need are forgotten.
         """
         policies = self._participation([variable for _, variable in pairs])
-        return [v for gradient, v in pairs if gradient is not None or policies[v.op.name] == PRESENT]
+        return [v for gradient, v in pairs if gradient is not None or policies[v.op.name] == Present.name]
 
     def _participation(self, variables: Sequence[Any]) -> dict[str, str]:
         """Return the policies of variables by name; forget the centers and companions that some do not need."""
         given = self._options["parameters"]
-        found = {v.op.name: PARAMETERS.policy_of(given, v.op.name, v) or AVERAGE for v in variables}
-        of_policy = {policy: [v for v in variables if found[v.op.name] == policy] for policy in (LOCAL, BROADCAST)}
-        self._getter.keep_out(of_policy[LOCAL], of_policy[BROADCAST])
+        found = {v.op.name: PARAMETERS.policy_of(given, v.op.name, v) or Average.name for v in variables}
+        own, following = ([v for v in variables if found[v.op.name] == kind.name] for kind in (Local, Broadcast))
+        self._getter.keep_out(own, following)
         return found
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> tf.Operation:
@@ -387,16 +386,15 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         check_patterns(self._options["parameters"], [*dict.fromkeys([*policies, *known])], pairs)
         positions = [i for i, variable in enumerate(variables) if policies[variable.op.name] in EXCHANGED]
         references = [reference_of(variables[i], self._getter) for i in positions]
-        following = [v for v in variables if policies[v.op.name] == BROADCAST and math.prod(v.shape)]
+        special = by_policy(policies, [(variable.op.name, variable) for variable in variables])
+        following = [v for v in variables if v.op.name in special.get(Broadcast.name, ())]
         named = NamedVariables(
             [(variables[i].op.name, variables[i]) for i in positions],
             averaged=[(v.op.name, v) for v in self._getter.statistics] if self._options["buffers"] == "average" else [],
             following=[(v.op.name, v) for v in following],
             trained=len(variables),
             positions=positions if len(positions) < len(variables) else None,
-            keeps_own=LOCAL in policies.values(),
-            present=[v.op.name for v in variables if policies[v.op.name] == PRESENT and math.prod(v.shape)],
-            tables=[v.op.name for v in variables if policies[v.op.name] == ROWS],
+            by_policy=special,
         )
         if self._moving is not None and self._center_optimizer is None:
             made = HostCenterOptimizer if self._asynchronous else CenterOptimizer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypedDict
 
-from hvd_periodic.buffers import Policies
 from hvd_periodic.options import PathLike, WeightLike
+from hvd_periodic.participation.patterns import Policies
 from hvd_periodic.wires.compression import Compression
 
 

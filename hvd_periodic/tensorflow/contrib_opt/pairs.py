@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_periodic.buffers import PARAMETERS, Policies
+from hvd_periodic.participation import PARAMETERS, Policies
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 

@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import require_int, spelled
-from hvd_periodic.buffers import PARAMETERS
 from hvd_periodic.centers import placement_of
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.participation import PARAMETERS
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.warmup import schedule_around
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator

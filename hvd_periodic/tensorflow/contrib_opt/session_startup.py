@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.centers.untouched_rows import UntouchedRows
 from hvd_periodic.comm.handshake import Purpose
+from hvd_periodic.participation.rows import UntouchedRows
 from hvd_periodic.sync.startup import LoadStatus, Start, decide, parameters_replaced
 from hvd_periodic.tensorflow.contrib_opt.branches import (
     Assigned,

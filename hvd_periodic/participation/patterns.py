@@ -1,36 +1,14 @@
-"""Policies for tensors at an exchange, by name: for buffers of modules, weights of Keras models, and parameters."""
+"""Policies for tensors by patterns of their names, in which the first match counts."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-AVERAGE, MAXIMUM, BROADCAST, LOCAL = POLICIES = ("average", "maximum", "broadcast", "local")
-"""Mean over ranks; elementwise maximum; the root's value at every exchange; the root's at the start, then each its own.
-
-The mean of integers and booleans is their maximum.
-"""
-
-PRESENT = "present"
-"""For parameters: what only the ranks contribute whose local steps had a gradient of the parameter."""
-
-ROWS = "rows"
-"""For parameters: as ``"average"``, but only the rows travel that some rank has touched."""
-
 Policies: TypeAlias = str | Mapping[str, str] | Callable[[str, Any], str | None] | None
 """One policy for all; policies by name patterns; a function from name and tensor to a policy; None: by tensor names."""
-
-_STATISTICS = {"running", "moving", "mean", "var", "variance", "std", "num", "count"}
-"""Words in a name that mark a tensor as a statistic: running_mean, moving_variance, num_batches_tracked."""
-
-_RANDOM = {"seed", "rng", "generator"}
-"""Words in a name that mark a tensor as the state of a random generator."""
-
-NONE_AVERAGED = ", without those that `parameters` makes 'local' or 'broadcast'"
-"""The end of an error message: no parameter is left to exchange."""
 
 _LISTED = 20
 """Number of names that an error message lists."""
@@ -46,9 +24,10 @@ class PolicyArgument:
         policies: the policies that it takes.
 
     Example:
-        >>> PARAMETERS.policy_of({"head.*": "local"}, "head.weight", None)
+        >>> buffers = PolicyArgument("buffers", "buffer", ("average", "local"))
+        >>> buffers.policy_of({"head.*": "local"}, "head.scale", None)
         'local'
-        >>> PARAMETERS.policy_of({"head.*": "local"}, "body.weight", None) is None
+        >>> buffers.policy_of({"head.*": "local"}, "body.scale", None) is None
         True
     """
 
@@ -112,45 +91,3 @@ class PolicyArgument:
     def _check(self, policy: object, argument: str) -> None:
         if policy not in self.policies:
             raise ValueError(f"`{argument}` must be {self._choices}. Received: {argument}={policy!r}")
-
-
-BUFFERS = PolicyArgument("buffers", "buffer", POLICIES)
-PARAMETERS = PolicyArgument("parameters", "parameter", (AVERAGE, BROADCAST, LOCAL, PRESENT, ROWS))
-
-EXCHANGED = (AVERAGE, PRESENT, ROWS)
-"""Policies of the parameters on which the algorithm acts."""
-
-
-def is_statistic(name: str) -> bool:
-    """Return whether the last part of a name marks a statistic.
-
-    Example:
-        >>> [is_statistic(name) for name in ("norm.running_mean", "norm/moving_variance", "mean/queue")]
-        [True, True, False]
-    """
-    return not _STATISTICS.isdisjoint(re.split("[./]", name)[-1].split("_"))
-
-
-def is_of_random_generator(name: str) -> bool:
-    """Return whether the last part of a name marks the state of a random generator, which ranks need to differ.
-
-    Example:
-        >>> [is_of_random_generator(name) for name in ("dropout/seed_generator_state", "noise.rng_state", "bread")]
-        [True, True, False]
-    """
-    return not _RANDOM.isdisjoint(re.split("[./]", name)[-1].split("_"))
-
-
-def participation_of(parameters: Policies, named: Sequence[tuple[str, Any]]) -> dict[str, str]:
-    """Return the policy of each parameter, by name.
-
-    Raises:
-        TypeError, ValueError: as :class:`PolicyArgument` raises.
-
-    Example:
-        >>> participation_of({"head.*": "local"}, [("body.weight", None), ("head.weight", None)])
-        {'body.weight': 'average', 'head.weight': 'local'}
-    """
-    PARAMETERS.check(parameters)
-    PARAMETERS.check_patterns(parameters, [name for name, _ in named])
-    return {name: PARAMETERS.policy_of(parameters, name, tensor) or AVERAGE for name, tensor in named}
