@@ -174,7 +174,7 @@ def quadratics() -> Any:
     zero = np.array(oracle.gradient(hvd.rank(), [0.0] * size))
     curvature = np.array(oracle.gradient(hvd.rank(), [1.0] * size)) - zero
     rate = tf.constant(oracle.RATE, tf.float64)
-    chosen = ("easgd_rho", "post_local", "agn", "diloco", "slowmo", "bmuf")
+    chosen = ("easgd_rho", "post_local", "agn", "diloco")
     others = repeated(*(name for name in OPTIMIZERS if name not in chosen))
     for name, loop in rotated((*chosen, *others), tuple(LOOPS)):
         w = keras.Variable(oracle.START, dtype="float64", name="w")
