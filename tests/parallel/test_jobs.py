@@ -191,7 +191,7 @@ def gaps(run: Any) -> list[int]:
     [
         thorough("post-local", "local", [1] * 13 + [10] * 11),
         thorough("piecewise", "reset", [5] * 14 + [20] * 3),
-        ("doubling", "average", [2] * 10 + [4] * 10 + [8] * 9),
+        thorough("doubling", "average", [2] * 10 + [4] * 10 + [8] * 9),
     ],
 )
 def test_schedules_of_the_clock(schedule: str, state: str, expected: list[int], tmp_path: Path) -> None:
