@@ -226,7 +226,7 @@ def batches(seed: int, steps: int) -> list[Any]:
 def centers_and_buffers() -> Any:
     """Batch normalization, dropout and Adam, other data on each rank; bits after every exchange."""
     results = {}
-    for name in ("post_local", "agn", *repeated("easgd_rho")):
+    for name in ("agn", *repeated("post_local", "easgd_rho")):
         keras.utils.set_random_seed(hvd.rank())
         model = network()
         optimizer = OPTIMIZERS[name](keras.optimizers.Adam(0.01), model)
