@@ -44,19 +44,27 @@ LOCAL: dict[str, Callable[[], Any]] = {
 }
 
 
-def on_all(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Register a function for both transports; one rank alone has its center in its memory."""
+def on(*modes: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Register a function for some transports; one rank alone has its center in its memory."""
 
-    def run() -> Any:
-        results = {}
-        for mode in ("window", "service")[: hvd.size()]:
-            with patch.dict(os.environ, {VARIABLE: mode}):
-                results[mode] = function()
-        return results
+    def register(function: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            results = {}
+            for mode in modes[: hvd.size()]:
+                with patch.dict(os.environ, {VARIABLE: mode}):
+                    results[mode] = function()
+            return results
 
-    run.__name__ = function.__name__
-    scenario(run)
-    return function
+        run.__name__ = function.__name__
+        scenario(run)
+        return function
+
+    return register
+
+
+on_all = on("window", "service")
+on_one = on("window", *repeated("service"))
+"""For what does not depend on the transport."""
 
 
 def wrap(name: str, inner: Any, getter: Any, period: int = 2, **options: Any) -> Any:
@@ -364,7 +372,7 @@ def restart() -> Any:
     return results
 
 
-@on_all
+@on_one
 def checkpoint_of_the_session() -> Any:
     """The checkpoint that a hook after that of the optimizer writes at the end: the center in it, and the final one."""
     results = {}
@@ -385,7 +393,7 @@ def checkpoint_of_the_session() -> Any:
     return results
 
 
-@on_all
+@on_one
 def several_sessions() -> Any:
     """Two optimizers in one graph, then a second session on it: it starts anew."""
     results = []

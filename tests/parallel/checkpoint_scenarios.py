@@ -35,7 +35,7 @@ OF_HOROVOD = ("distributed", "post-local")
 """Cases around an optimizer of Horovod's own."""
 
 SOME = ("agn", "agn root", "agn sharded", "agn fragments", "agn fragments sharded", "average overlap")
-"""Cases without Horovod of every run: those that differ in how ranks exchange and who saves."""
+"""Cases without Horovod of every run, which has the others over Horovod."""
 
 REPEATED = ("easgd adam", "diloco fragments")
 """Cases of two choices that other cases of every run have each."""
@@ -98,7 +98,7 @@ CASES: dict[str, Callable[[torch.nn.Module], Any]] = {
     "post-local": after_a_synchronous_phase,
 }
 CASES = {name: make for name, make in CASES.items() if not (WITHOUT_HOROVOD and name in OF_HOROVOD)}
-FOLLOWED = [name for name in CASES if name in SOME or not (WITHOUT_HOROVOD or name in REPEATED) or repeated(name)]
+FOLLOWED = [name for name in CASES if repeated(name) or ((name in SOME) == WITHOUT_HOROVOD and name not in REPEATED)]
 """Cases that go on to the bit, and among others."""
 
 

@@ -184,9 +184,9 @@ def weights_and_audits() -> Any:
     own = 1.0 + 2.0 * hvd.rank()
     asked = iter(range(1, 100))
     return all_beside(
-        ("no getter", "average", False, 3, {"weight": own, "audit_every": 1}),
         ("function", "average", True, 5, {"weight": lambda: own + (next(asked) % 2)}),
         *repeated(
+            ("no getter", "average", False, 3, {"weight": own, "audit_every": 1}),
             ("agn", "agn", True, 4, {"op": "average", "weight": own}),
             ("easgd", "easgd", True, 2, {"audit_every": 2}),
             ("average", "average", True, 3, {"weight": own}),
@@ -242,8 +242,8 @@ def participation() -> Any:
     return all_beside(
         ("agn", "agn", True, 4, own),
         ("easgd, broadcast", "easgd", False, 3, {**following, "audit_every": 1}),
-        ("average, broadcast", "average", True, 4, {**following, "overlap": 1}),
         *repeated(
+            ("average, broadcast", "average", True, 4, {**following, "overlap": 1}),
             ("average", "average", False, 3, {**own, "weight": 1.0 + hvd.rank()}),
             *(("easgd", "easgd", True, 3, own), ("easgd_rho", "easgd_rho", False, 2, own)),
             ("diloco, broadcast", "diloco", True, 3, following),
@@ -259,8 +259,6 @@ def presence() -> Any:
     only = {"parameters": {"b": "present"}}
     first, none, last = {**only, "trains_b": [0]}, {**only, "trains_b": []}, {**only, "trains_b": [hvd.size() - 1]}
     return all_beside(
-        ("easgd_rho", "easgd_rho", False, 2, {**first, "audit_every": 1}),
-        ("agn", "agn", True, 4, {**first, "outer": (0.25, 0.5), "op": "average"}),
         ("diloco, root", "diloco", True, 3, {**first, "center": "root", "outer": (0.5, 0.25)}),
         ("slowmo, in flight", "slowmo", True, 4, {**last, "overlap": 1}),
         ("bmuf, none", "bmuf", False, 2, none),
@@ -269,6 +267,8 @@ def presence() -> Any:
                 ("easgd", "easgd", True, 3, first),
                 ("average", "average", True, 3, {**last, "weight": 1.0 + hvd.rank()}),
             ),
+            ("easgd_rho", "easgd_rho", False, 2, {**first, "audit_every": 1}),
+            ("agn", "agn", True, 4, {**first, "outer": (0.25, 0.5), "op": "average"}),
             ("agn, none", "agn", False, 3, {**none, "outer": (0.25, 0.5)}),
             ("diloco", "diloco", False, 3, {**last, "fragments": 2}),
             ("agn, in flight", "agn", True, 4, {**last, "overlap": "period"}),
@@ -335,9 +335,9 @@ def tables() -> Any:
     found, two = {}, hvd.size() == 2
     for name, with_getter, sparse, options in (
         ("easgd_decaying", True, True, {}),
-        ("average", True, False, {"compression": Compression.fp16} if two else {}),
         ("diloco", False, True, {"overlap": 1}),
         *repeated(
+            ("average", True, False, {"compression": Compression.fp16} if two else {}),
             *(("easgd_decaying", False, False, {"overlap": 1}), ("bmuf", True, True, {"audit_every": 1})),
             *(("slowmo", False, False, {}), ("agn", False, False, {}), ("agn", True, True, {})),
         ),

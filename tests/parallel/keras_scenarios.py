@@ -174,7 +174,7 @@ def quadratics() -> Any:
     zero = np.array(oracle.gradient(hvd.rank(), [0.0] * size))
     curvature = np.array(oracle.gradient(hvd.rank(), [1.0] * size)) - zero
     rate = tf.constant(oracle.RATE, tf.float64)
-    chosen = ("easgd_rho", "post_local", "agn", "diloco", "slowmo", "bmuf")
+    chosen = ("easgd_rho", "post_local", "agn", "diloco")
     others = repeated(*(name for name in OPTIMIZERS if name not in chosen))
     for name, loop in rotated((*chosen, *others), tuple(LOOPS)):
         w = keras.Variable(oracle.START, dtype="float64", name="w")
@@ -226,7 +226,7 @@ def batches(seed: int, steps: int) -> list[Any]:
 def centers_and_buffers() -> Any:
     """Batch normalization, dropout and Adam, other data on each rank; bits after every exchange."""
     results = {}
-    for name in ("post_local", "agn", *repeated("easgd_rho")):
+    for name in ("agn", *repeated("post_local", "easgd_rho")):
         keras.utils.set_random_seed(hvd.rank())
         model = network()
         optimizer = OPTIMIZERS[name](keras.optimizers.Adam(0.01), model)

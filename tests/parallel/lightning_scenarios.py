@@ -32,7 +32,7 @@ from hvd_periodic.torch.lightning import PeriodicCallback, PeriodicStrategy
 from tests import oracle
 from tests.parallel import lightning_finetuning
 from tests.parallel.lightning_ranks import CHECKPOINTS, QUIET, batches, trainer
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import Scenarios, attempt, crossed
 from tests.parallel.trainer_ranks import PERIOD, Batches, Quadratic, begin, distance, easgd
 
 scenario = Scenarios()
@@ -238,28 +238,27 @@ class Averages(Callback):
 def averages_weights() -> dict[str, Any]:
     """The mean over ranks of what each has averaged, wherever the callback is in the list: seen, saved and left."""
     found = {}
-    for kind in ("ema", "swa"):
-        for order in ("first", "last"):
-            average = EMAWeightAveraging(decay=0.9) if kind == "ema" else StochasticWeightAveraging(0.05, 1)
-            folder, own, module = FOLDER / f"{kind} {order}", Averages(kind), Module()
-            listed = [average, PeriodicCallback()] if order == "first" else [PeriodicCallback(), average]
-            made = Trainer(
-                strategy=PeriodicStrategy(),
-                callbacks=[*listed, own, ModelCheckpoint(folder)],
-                **(QUIET | {"max_epochs": 3} | CHECKPOINTS),
-            )
-            made.fit(module, batches(5), batches(1))
-            made.save_checkpoint(folder / "end.ckpt")
-            end, states = own.of_all(made), {}
-            for file in folder.glob("*.ckpt"):
-                states[file.name] = torch.load(file, weights_only=False)["state_dict"]["net.x"].tolist()
-            saved = distance(states["epoch=2-step=15.ckpt"], end) if kind == "ema" else 0.0
-            seen = [distance(a, b) for a, b in zip(module.seen, own.validated, strict=True)] if kind == "ema" else []
-            found[f"{kind} {order}"] = {
-                "errors": [distance(module.net.x.tolist(), end), distance(states["end.ckpt"], end), saved, *seen],
-                "left": module.net.x.tolist(),
-                "looks": len(module.seen),
-            }
+    for kind, order in crossed(("ema", "swa"), ("first", "last")):
+        average = EMAWeightAveraging(decay=0.9) if kind == "ema" else StochasticWeightAveraging(0.05, 1)
+        folder, own, module = FOLDER / f"{kind} {order}", Averages(kind), Module()
+        listed = [average, PeriodicCallback()] if order == "first" else [PeriodicCallback(), average]
+        made = Trainer(
+            strategy=PeriodicStrategy(),
+            callbacks=[*listed, own, ModelCheckpoint(folder)],
+            **(QUIET | {"max_epochs": 3} | CHECKPOINTS),
+        )
+        made.fit(module, batches(5), batches(1))
+        made.save_checkpoint(folder / "end.ckpt")
+        end, states = own.of_all(made), {}
+        for file in folder.glob("*.ckpt"):
+            states[file.name] = torch.load(file, weights_only=False)["state_dict"]["net.x"].tolist()
+        saved = distance(states["epoch=2-step=15.ckpt"], end) if kind == "ema" else 0.0
+        seen = [distance(a, b) for a, b in zip(module.seen, own.validated, strict=True)] if kind == "ema" else []
+        found[f"{kind} {order}"] = {
+            "errors": [distance(module.net.x.tolist(), end), distance(states["end.ckpt"], end), saved, *seen],
+            "left": module.net.x.tolist(),
+            "looks": len(module.seen),
+        }
     return found
 
 

@@ -215,7 +215,7 @@ def _ways(front_end: str) -> dict[str, tuple[Any, dict[str, Any]]]:
         "int8": (EASGD, {"compression": Compression.int8}),
         "topk": (Averaging, {"compression": Compression.topk(0.25)}),
     }
-    some = ("easgd", "root", "diloco", "topk", *repeated(*ways)) if "tensorflow" in front_end else ways
+    some = ("easgd", "root", "topk", *repeated(*ways)) if "tensorflow" in front_end else ways
     return {name: way for name, way in ways.items() if name in some}
 
 

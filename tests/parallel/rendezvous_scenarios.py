@@ -56,9 +56,11 @@ class Scenario:
 
 SCENARIOS = {
     "killed, and another joins": Scenario("easgd", "sharded"),
-    "killed, on the root, after others were thawed": Scenario("diloco", "root", thaws=4),
-    "killed, with fragments of 8 bits in flight": Scenario("diloco", fragments=2, overlap=2, int8=True),
-    "stopped, and joins again": Scenario("agn", what="stop"),
+    "killed, on the root, after others were thawed": Scenario("diloco", "root", workers=2, wait_size=1, thaws=4),
+    "killed, with fragments of 8 bits in flight": Scenario(
+        "diloco", workers=2, wait_size=1, fragments=2, overlap=2, int8=True
+    ),
+    "stopped, and joins again": Scenario("agn", what="stop", workers=2, wait_size=1),
     "raises an error, and lives on": Scenario("agn", "sharded", what="raise", again=False, lost=10_000),
 }
 
@@ -67,7 +69,7 @@ HANGING = {
 }
 
 KERAS = {
-    "averaging, in fit": Scenario("averaging", loop="fit"),
+    "averaging, in fit": Scenario("averaging", workers=2, wait_size=1, loop="fit"),
     "diloco, in an eager loop": Scenario("diloco", workers=2, wait_size=1, loop="eager"),
 }
 """Jobs of Keras."""

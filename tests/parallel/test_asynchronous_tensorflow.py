@@ -19,7 +19,7 @@ pytest.importorskip("horovod.tensorflow")
 pytestmark = pytest.mark.timeout(240)
 
 OF_ONE = (
-    *("one_worker", "one_worker_in_fit", "left_out_in_turn", "resume_where_the_root_had_no_data"),
+    *("one_worker", "one_worker_in_fit", "left_out_in_turn", "resume", "resume_where_the_root_had_no_data"),
     *("loaded_and_saved_without_training", "resume_of_a_synchronizer", "callbacks", "overflow_on_one_rank"),
     *("embeddings_and_statistics", "kinds_of_variables", "several", "first_calls", "refusals"),
 )
@@ -27,9 +27,10 @@ OF_ONE = (
 
 JOBS = [
     ("mpirun", 1, *OF_ONE),
-    ("mpirun, MPI", 2, "in_turn", "conservation", "resume"),
+    ("mpirun, MPI", 2, "in_turn", "conservation"),
     thorough(("mpirun", 1)),
     thorough(("mpirun", 3)),
+    thorough(("mpirun, MPI", 2, "resume")),
     thorough(("mpirun, MPI", 3, "in_turn", "conservation", "uneven_data", "several", "refusals")),
     ("horovodrun --gloo", 2, "uneven_data"),
     thorough(("horovodrun --gloo", 2, "in_turn", "uneven_data")),

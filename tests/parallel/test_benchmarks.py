@@ -20,7 +20,7 @@ from tests.parallel.launch import ROOT, start
 from tests.parallel.tiers import thorough
 
 
-@pytest.mark.parametrize(("framework", "exchanges"), [("torch", 13), ("tensorflow", 5)])
+@pytest.mark.parametrize(("framework", "exchanges"), [("torch", 13), thorough("tensorflow", 5)])
 def test_exchange(framework: str, exchanges: int, tmp_path: Path) -> None:
     pytest.importorskip(f"horovod.{framework}")
     options = ["--framework", framework, "--model", "tiny", "--repetitions", "2", "--json", str(tmp_path / "results")]
@@ -187,7 +187,8 @@ def test_slow_worker(transport: str) -> None:
 @pytest.mark.parametrize(
     ("launcher", "framework", "modes"),
     [
-        ("mpirun", "torch", ["elastic averaging, overlap, fragments", "AGN, window", "elastic averaging, service"]),
+        ("mpirun", "torch", ["elastic averaging, overlap, fragments", "AGN, window"]),
+        thorough("mpirun", "torch", ["elastic averaging, service"]),
         thorough("torchrun", "torch", ["elastic averaging", "averaging, overlap", "AGN, sharded", "averaging, int8"]),
         thorough("mpirun", "tensorflow", ["averaging", "elastic averaging, window"]),
     ],

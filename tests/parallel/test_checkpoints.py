@@ -72,10 +72,10 @@ def test_training_goes_on_to_the_bit(jobs: list[Reports]) -> None:
     for reports in jobs:
         for report in reports:
             found = report.get("exact", {})
-            # Without those around Horovod's own; and, in every run, without those that say the same over MPI.
+            # Without those around Horovod's own; and, in every run, each over Horovod or over MPI.
             everywhere = bool(repeated(0))
             if found:
-                number_of_cases = {(True, True): 18, (True, False): 16, (False, True): 16, (False, False): 6}
+                number_of_cases = {(True, True): 18, (True, False): 10, (False, True): 16, (False, False): 6}
                 assert len(found) == number_of_cases["distributed" in found, everywhere]
             for number, (name, seen) in enumerate(found.items()):
                 assert seen["values"] == [number, "default", name, "tuple", 5], name
@@ -109,6 +109,8 @@ def test_other_numbers_of_ranks_start_from_the_center(jobs: list[Reports]) -> No
 
 def test_the_state_of_a_divided_center_is_cut_anew(jobs: list[Reports]) -> None:
     """On up to two ranks, a center that is divided goes where the whole one goes, to the bit; also after it was cut."""
+    if "agn sharded" not in jobs[0][0]["exact"]:
+        pytest.skip("This chain follows other cases")
     compared = 0
     for reports in jobs:
         found = reports[0]["among_others"]

@@ -67,7 +67,13 @@ def trained(name: str, schedule: Any, elements: Sequence[int], loop: str, **opti
 
 pytestmark = pytest.mark.timeout(240)
 
-JOBS = [thorough(("mpirun", 2)), ("horovodrun --gloo", 3, "fragments_within_a_tensor", "fragments_refused")]
+IN_EVERY_RUN = ("fragments_within_a_tensor", "fragments_refused")
+
+JOBS = [
+    thorough(("mpirun", 2)),
+    ("horovodrun --gloo", 2, *IN_EVERY_RUN),
+    thorough(("horovodrun --gloo", 3, *IN_EVERY_RUN)),
+]
 """Launcher, ranks, and what the job runs; default: everything."""
 
 whole = pytest.mark.parametrize("ranks", JOBS[:1], ids=lambda job: f"{job[0]} {job[1]}", indirect=True)

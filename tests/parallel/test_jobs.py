@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,7 @@ def check_of_example(output: str, folder: Path, results: Path) -> None:
         assert run[key] == other[key], key
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun, MPI"])
+@pytest.mark.parametrize("launcher", ["torchrun", thorough("mpirun, MPI")])
 def test_without_horovod_training_is_the_same_to_the_bit(launcher: str, results: Path, tmp_path: Path) -> None:
     """It shows no progress where there is no terminal."""
     framework = "torch" if launcher == "torchrun" else "torch alone"
@@ -189,7 +191,7 @@ def gaps(run: Any) -> list[int]:
     [
         thorough("post-local", "local", [1] * 13 + [10] * 11),
         thorough("piecewise", "reset", [5] * 14 + [20] * 3),
-        ("doubling", "average", [2] * 10 + [4] * 10 + [8] * 9),
+        thorough("doubling", "average", [2] * 10 + [4] * 10 + [8] * 9),
     ],
 )
 def test_schedules_of_the_clock(schedule: str, state: str, expected: list[int], tmp_path: Path) -> None:
@@ -234,7 +236,7 @@ def test_asynchronous_workers_learn(
     monkeypatch.setenv("HVD_PERIODIC_TRANSPORT", transport)
     command = [EXAMPLE, "--algorithm", algorithm, "--asynchronous", "--period", "10", "--moving-rate", "0.3"]
     command += ["--epochs", "20"]
-    start("mpirun", 3, [*command, "--output", str(tmp_path), "--no-progress"], 120, "torch")
+    start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 120, "torch")
     run = json.loads((tmp_path / f"{algorithm}.json").read_text())
     assert run["center_accuracy"] >= 0.95
     assert run["exchanges"] == run["steps"] // 10 == len(run["exchange_steps"])
@@ -294,6 +296,20 @@ def script(tmp_path: Path) -> Path:
     return file
 
 
+@contextmanager
+def error_stream(where: str) -> Iterator[int]:
+    """Yield what a process may have as its error stream: one end of a terminal, or a pipe."""
+    if where == "pipe":
+        yield subprocess.PIPE
+        return
+    terminal, end = os.openpty()
+    try:
+        yield end
+    finally:
+        os.close(terminal)
+        os.close(end)
+
+
 def run_script(name: str, *arguments: str, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     words = ["bash", str(ROOT / "run_scripts" / name), *arguments]
     venv = Path(sys.prefix)
@@ -304,30 +320,34 @@ def run_script(name: str, *arguments: str, stderr: int = subprocess.PIPE) -> sub
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("local_mpirun.sh", 2), thorough("local_mpirun.sh", 3), ("local_horovodrun.sh", 2)]
+    ("name", "ranks", "where"),
+    [
+        ("local_mpirun.sh", 2, "pipe"),
+        thorough("local_mpirun.sh", 3, "pipe"),
+        ("local_horovodrun.sh", 2, "terminal"),
+        thorough("local_horovodrun.sh", 2, "pipe"),
+    ],
 )
-def test_launch_scripts(name: str, ranks: int, script: Path, tmp_path: Path) -> None:
-    """Nothing precedes the lines of ranks, and the exit code is theirs."""
-    finished = run_script(name, str(ranks), str(script), str(tmp_path), "0")
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert finished.stdout == "pipe\n" * ranks
+def test_launch_scripts(name: str, ranks: int, where: str, script: Path, tmp_path: Path) -> None:
+    """Nothing precedes the lines of ranks, which see the terminal, if there is one; and the exit code is theirs."""
+    with error_stream(where) as stderr:
+        finished = run_script(name, str(ranks), str(script), str(tmp_path), "0", stderr=stderr)
+    assert finished.returncode == 0, finished.stdout + str(finished.stderr)
+    assert finished.stdout == f"{where}\n" * ranks
     assert sorted(file.name for file in tmp_path.glob("* of *")) == [f"{rank} of {ranks}" for rank in range(ranks)]
     assert run_script(name, str(ranks), str(script), str(tmp_path), "3").returncode == 3
 
 
-@pytest.mark.parametrize("name", ["local_mpirun.sh", "local_horovodrun.sh", "local_torchrun.sh"])
-def test_ranks_write_as_if_no_launcher_were_between(name: str, tmp_path: Path) -> None:
-    """They see the terminal, where there is one, and nothing precedes their lines."""
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("local_mpirun.sh", "terminal"), ("local_torchrun.sh", "terminal"), ("local_torchrun.sh", "pipe")],
+)
+def test_ranks_write_as_if_no_launcher_were_between(name: str, where: str, tmp_path: Path) -> None:
+    """What the test above does not try: the other stream under mpirun, and both under torchrun."""
     script = tmp_path / "script.py"
     script.write_text("import sys\nsys.stdout.write('terminal\\n' if sys.stderr.isatty() else 'pipe\\n')\n")
-    terminal, end = os.openpty()
-    try:
-        assert run_script(name, "2", str(script), stderr=end).stdout == "terminal\n" * 2
-    finally:
-        os.close(terminal)
-        os.close(end)
-    if name == "local_torchrun.sh":  # Of the others, the test above.
-        assert run_script(name, "2", str(script)).stdout == "pipe\n" * 2
+    with error_stream(where) as stderr:
+        assert run_script(name, "2", str(script), stderr=stderr).stdout == f"{where}\n" * 2
 
 
 @pytest.mark.parametrize("name", ["local_mpirun.sh", "local_horovodrun.sh", "local_torchrun.sh"])

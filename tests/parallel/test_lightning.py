@@ -113,7 +113,7 @@ def test_ranks_at_cross_purposes_find_out(ranks: Reports) -> None:
         assert "exchange of optimizer" in report
 
 
-@pytest.mark.parametrize("case", ["ema first", "ema last", "swa first", "swa last"])
+@pytest.mark.parametrize("case", ["ema first", thorough("ema last"), thorough("swa first"), "swa last"])
 def test_averages_of_weights_are_of_all_ranks(ranks: Reports, case: str) -> None:
     """Wherever the callback is in the list; what is left is equal to the bit."""
     found = column(ranks, "averages_weights", case)

@@ -24,7 +24,7 @@ OVER_EACH = ["mpirun, Horovod", "mpirun, torch.distributed", "mpirun, MPI"]
 """Launchers of jobs over each library; TensorFlow has them in jobs of their own."""
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, thorough(2), 3])
 def test_agreement_with_the_oracle(n: int, tmp_path: Path) -> None:
     framework = "torch alone" if find_spec("torch") is not None else None
     ranks = run_scenarios("mpirun", n, "mpi_program", tmp_path, 60, framework=framework)

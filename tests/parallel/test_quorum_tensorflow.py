@@ -137,7 +137,7 @@ ALGORITHMS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
 def rounds_of_all() -> Any:
     """What training with rounds of all ends with, and synchronous training."""
     results = {}
-    for number, name in enumerate(("slowmo", "agn", *repeated("easgd", "diloco", "bmuf"))):
+    for number, name in enumerate(("slowmo", *repeated("agn", "easgd", "diloco", "bmuf"))):
         seen = []
         for quorum in (2, None):
             algorithm, options = ALGORITHMS[name]()

@@ -24,18 +24,21 @@ OF_SIZE = (
 )
 """What the number of ranks makes a difference for."""
 
+OF_THREE = ("constant_gradients", "quadratics", "uneven_data", "small_integers", "process_set", "contract")
+"""What a third rank makes a difference for."""
+
 OF_LIBRARY = ("constant_gradients", "overlapped_quadratics", "disagreements", "uneven_data", "process_set", "contract")
 """What the launcher, and the library that it leads to, make a difference for."""
 
 JOBS = [
     ("mpirun", 2),
-    ("mpirun", 3, *OF_SIZE),
+    ("mpirun", 3, *OF_THREE),
     ("python", 1, *OF_SIZE),
     ("horovodrun --gloo", 2, *OF_LIBRARY),
     ("torchrun", 2, *OF_LIBRARY),
     ("mpirun, MPI", 2, *OF_LIBRARY),
     *(thorough((launcher, 2, *OF_SIZE)) for launcher in ("horovodrun --gloo", "torchrun")),
-    thorough(("mpirun", 3)),
+    *(thorough(("mpirun", 3)), thorough(("mpirun", 3, *OF_SIZE))),
     thorough(("python", 1)),
     thorough(("horovodrun --gloo", 3)),
     thorough(("horovodrun --mpi", 2)),
