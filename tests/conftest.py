@@ -55,6 +55,20 @@ collect_ignore = ["pages"]
 """What the blocks of pages talk about starts Horovod when it is imported."""
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Share the tests of the core between two processes, if pytest-xdist is installed and no option says otherwise."""
+    option = config.option
+    alone = option.usepdb or option.collectonly or option.capture == "no" or hasattr(config, "workerinput")
+    if takes_the_core(config) and not alone and getattr(option, "numprocesses", 0) is None and option.dist == "no":
+        option.numprocesses, option.dist = 2, "loadfile"
+
+
+def takes_the_core(config: pytest.Config) -> bool:
+    """Return whether this run has the tests of the core and no others: ``-m core``, and no path."""
+    return config.option.markexpr == "core" and config.args_source is config.ArgsSource.TESTPATHS
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Draw fewer examples, and run fewer cases of scenarios, where tests are not thorough.
 
@@ -66,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
     every_run = config.option.markexpr in ("core", "not thorough")
     settings.load_profile("every run" if every_run else "thorough")
     os.environ[THOROUGH] = str(int(not every_run))
-    if config.option.markexpr == "core" and config.args_source is config.ArgsSource.TESTPATHS:
+    if takes_the_core(config):
         config.args = sorted(map(str, CORE))
 
 

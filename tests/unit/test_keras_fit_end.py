@@ -45,7 +45,7 @@ class Observe(keras.callbacks.Callback):
         self.centers.append(center(self.model))
 
 
-def make_model(algorithm: str = "average", **options: Any) -> Any:
+def make_model(algorithm: str = "average", eager: bool = False, **options: Any) -> Any:
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     local, alone = keras.optimizers.SGD(0.05, **options), LocalCommunicator()
@@ -53,7 +53,7 @@ def make_model(algorithm: str = "average", **options: Any) -> Any:
         optimizer = hvdp.ModelAverageOptimizer(local, model, 3, process_set=alone)
     else:
         optimizer = hvdp.ElasticAverageOptimizer(local, model, 3, moving_rate=0.3, process_set=alone)
-    model.compile(optimizer, loss="mse", jit_compile=False)
+    model.compile(optimizer, loss="mse", run_eagerly=eager, jit_compile=False)
     return model
 
 
@@ -75,10 +75,13 @@ def same(found: Any, expected: Any) -> bool:
     return all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(("order", "batches"), covering(["final swap", "swap final", "final", ""], [9, 10], together=1))
-def test_the_last_exchange_is_of_the_trained_weights(order: str, batches: int) -> None:
+@pytest.mark.parametrize(
+    ("order", "batches", "eager"),
+    covering(["final swap", "swap final", "final", ""], [9, 10], [True, False], together=1),
+)
+def test_the_last_exchange_is_of_the_trained_weights(order: str, batches: int, eager: bool) -> None:
     """The center is what was trained, and the model holds moving averages; a second end changes nothing."""
-    model, seen = make_model(use_ema=True, ema_momentum=0.9), Observe()
+    model, seen = make_model(eager=eager, use_ema=True, ema_momentum=0.9), Observe()
     made = {"final": Final, "swap": lambda: Swap(swap_on_epoch=True)}
     fit(model, seen, *(made[name]() for name in order.split()), batches=batches)
     assert same(center(model), seen.replica)
@@ -89,11 +92,12 @@ def test_the_last_exchange_is_of_the_trained_weights(order: str, batches: int) -
 
 
 @pytest.mark.parametrize(
-    ("order", "batches"), covering(["seen final stop", "seen stop final", "final seen stop"], [3, 4], together=1)
+    ("order", "batches", "eager"),
+    covering(["seen final stop", "seen stop final", "final seen stop"], [3, 4], [True, False], together=1),
 )
-def test_the_best_center_is_restored(batches: int, order: str) -> None:
+def test_the_best_center_is_restored(batches: int, order: str, eager: bool) -> None:
     """Of elastic averaging, where it is not the best replica."""
-    model, seen = make_model("elastic"), Observe()
+    model, seen = make_model("elastic", eager), Observe()
     made: dict[str, Any] = {"seen": seen, "final": Final()}
     made["stop"] = Stop("worse", mode="min", patience=1, restore_best_weights=True)
     fit(model, *(made[name] for name in order.split()), batches=batches, epochs=3)

@@ -36,6 +36,8 @@ from tests.unit.test_presence import RANKS, START, STEPS, Model, gradients_of, m
             {"fragments": 2},
             {"compression": Compression.int8},
         ),
+        together=1,
+        always=[(4, "diloco", {"overlap": 1}), (11, "easgd", {"fragments": 2})],
     ),
     ids=readable,
 )

@@ -16,6 +16,7 @@ from hvd_periodic.journal.files import read_run_log
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from hvd_periodic.vectors.coding import Coding
 from hvd_periodic.wires import as_wire
+from tests.covering import covering
 from tests.helpers import TIMEOUT_SECONDS, run_ranks
 from tests.unit.test_quorum import LONG, PERIOD
 
@@ -89,8 +90,7 @@ def oracle(
     return x, c
 
 
-@pytest.mark.parametrize("bound", [None, 1.5, "median"])
-@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize(("name", "bound"), covering(WIRES, (None, 1.5, "median"), together=1))
 def test_whoever_takes_part_messages_are_of_the_center_as_it_is(name: str, bound: float | str | None) -> None:
     def work(communicator: Communicator) -> Any:
         worker = Worker(communicator, LONG, compression=WIRES[name], max_message_norm=bound)

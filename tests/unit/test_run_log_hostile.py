@@ -91,7 +91,7 @@ def test_values_of_all_kinds_everywhere(
     """In each place of one rank, of which every run has some for each value; the first rank is still told."""
     write(tmp_path, 0, {})
     for i, (number, name) in enumerate(PLACES):
-        if every_run == ((i + VALUES.index(value)) % 5 == 0):
+        if every_run == ((i + VALUES.index(value)) % 10 == 0):
             write(tmp_path, 1, {number: {name: value}})
             code, out, _ = run(capsys, "report", "--json", str(tmp_path))
             if number and name not in ("optimizer", "name"):

@@ -13,6 +13,7 @@ keras = pytest.importorskip("keras")
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
+from tests.parallel.tiers import thorough  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -20,19 +21,24 @@ IMAGES = np.random.default_rng(0).standard_normal((24, 3)).astype("float32")
 TARGETS = IMAGES.sum(axis=1, keepdims=True)
 
 
-def make_model() -> Any:
+def make_model(eager: bool = True) -> Any:
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     optimizer = hvdp.ElasticAverageOptimizer(
         keras.optimizers.SGD(0.05), model, 5, moving_rate=0.3, process_set=LocalCommunicator()
     )
-    model.compile(optimizer, loss="mse", metrics=["mae"], jit_compile=False)
+    model.compile(optimizer, loss="mse", metrics=["mae"], run_eagerly=eager, jit_compile=False)
     return model
 
 
-@pytest.fixture
-def model() -> Any:
-    return make_model()
+@pytest.fixture(params=[True, thorough(False)], ids=["eager", "compiled"])
+def model(request: pytest.FixtureRequest) -> Any:
+    """A model whose steps are eager: callbacks run between steps, and most see nothing of how these run."""
+    return make_model(request.param)
+
+
+in_compiled_steps = pytest.mark.parametrize("model", [thorough(True), False], ids=["eager", "compiled"], indirect=True)
+"""Every run has these tests with compiled steps."""
 
 
 def fit(model: Any, *callbacks: Any, epochs: int = 3) -> dict[str, list[float]]:
@@ -40,6 +46,7 @@ def fit(model: Any, *callbacks: Any, epochs: int = 3) -> dict[str, list[float]]:
     return dict(history.history)
 
 
+@in_compiled_steps
 def test_metrics_of_the_center_appear_in_the_logs(model: Any) -> None:
     seen: list[tuple[float, float]] = []
 
@@ -57,7 +64,7 @@ def test_metrics_of_the_center_appear_in_the_logs(model: Any) -> None:
 
 
 def test_evaluation_leaves_the_training_as_it_is(model: Any) -> None:
-    other = make_model()
+    other = make_model(model.run_eagerly)
     for trained, callbacks in ((model, [hvdp.callbacks.EvaluateCenter((IMAGES, TARGETS))]), (other, [])):
         trained.fit(IMAGES, TARGETS, batch_size=6, epochs=3, verbose=0, shuffle=False, callbacks=callbacks)
     assert all((a == b).all() for a, b in zip(model.get_weights(), other.get_weights(), strict=True))
@@ -110,6 +117,7 @@ def test_what_is_best_has_to_be_known() -> None:
         hvdp.callbacks.SaveBestCenter("x.keras", monitor="val_center_mae")
 
 
+@in_compiled_steps
 def test_exchanges_are_reported(model: Any) -> None:
     history = fit(model, hvdp.callbacks.ReportExchanges())
     assert history["rounds"] == [0, 1, 2]
@@ -159,7 +167,7 @@ def test_another_optimizer_is_refused(name: str) -> None:
         fit(model, getattr(hvdp.callbacks, name)())
 
 
-@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("at_once", [thorough(1), 2])
 def test_the_loss_of_every_batch_is_reported(at_once: int) -> None:
     """Losses 0, 1, 4, 9 and so on; the batch that ends a round counts for the next, and epochs begin anew."""
     heard: list[float | None] = []
@@ -197,6 +205,7 @@ def test_when_to_save_a_checkpoint(tmp_path: Path, every: Any, kind: type[Except
         hvdp.callbacks.Checkpoint(tmp_path, every=every)
 
 
+@in_compiled_steps
 def test_checkpoints_of_epochs_and_steps(model: Any, tmp_path: Path) -> None:
     epochs, steps = tmp_path / "epochs", tmp_path / "steps"
     fit(model, hvdp.callbacks.Checkpoint(epochs, keep=2, background=True), hvdp.callbacks.Checkpoint(steps, every=7))
