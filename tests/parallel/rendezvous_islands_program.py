@@ -95,7 +95,15 @@ def main(scenario: Scenario, number: int) -> None:
     else:
         fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
     local = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-    optimizer = hvdp.PeriodicOptimizer(local, model, ALGORITHMS[scenario.algorithm](), PERIOD)
+    optimizer = hvdp.PeriodicOptimizer(
+        local,
+        model,
+        ALGORITHMS[scenario.algorithm](),
+        PERIOD,
+        center=scenario.center,
+        root_rank=ISLANDS - 1,
+        overlap=scenario.overlap,
+    )
     state = State(model, optimizer, commit="exchange", batch=0)
     count_silence(until="wait.0")
     (FOLDER / f"here.{number}.{position}").touch()
