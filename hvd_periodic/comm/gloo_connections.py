@@ -3,7 +3,9 @@
 If a rank is stopped, a collective with it stays under way, and destroying its group waits for it. Closing the
 connections ends the collective at once, here and on the other ranks. Gloo opens one port for each group, to which other
 ranks connect; this finds both kinds of connections among the sockets that appeared while the group was created.
-Test: ``test_rendezvous.py::test_a_stopped_worker_is_excluded``.
+Connections of groups that a program has created are found by their ends, which two processes tell each other.
+Tests: ``test_rendezvous.py::test_a_stopped_worker_is_excluded`` and
+``test_rendezvous_islands.py::test_the_others_of_an_island_hear_of_an_error``.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,35 @@ class GlooConnections:
             with suppress(OSError), _opened(number, link) as found:
                 found.shutdown(socket.SHUT_RDWR)
         self._known.clear()
+
+
+def links() -> list[list[str]]:
+    """Return the TCP connections of this process, each by the addresses of its ends, the own one first."""
+    found = []
+    for number, link in _sockets().items():
+        with suppress(OSError), _opened(number, link) as connection:
+            found.append(_ends(connection))
+    return found
+
+
+def close_links(theirs: Collection[list[str]]) -> None:
+    """Close the connections to a process whose :func:`links` are these: collectives with it fail within moments."""
+    for number, link in _sockets().items():
+        with suppress(OSError), _opened(number, link) as connection:
+            if _ends(connection)[::-1] in theirs:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _ends(connection: socket.socket) -> list[str]:
+    """Return the addresses of both ends of a connection; an OSError if there is none."""
+    return [_address(*end[:2]) for end in (connection.getsockname(), connection.getpeername())]
+
+
+def _address(host: str, port: int) -> str:
+    """Return an address, the same for both kinds of sockets; within a host, with the name of the host."""
+    host = host.removeprefix("::ffff:")
+    local = host.startswith("127.") or host == "::1"
+    return f"{socket.gethostname() if local else ''} {host} {port}"
 
 
 def _sockets() -> dict[int, str]:

@@ -8,7 +8,8 @@ A round of the rendezvous has ranks, a process group, and keys in the store of i
 reaches only processes in the same round.
 
 If a worker is an island, its first rank takes part in the rendezvous, and tells the other ranks of each round. These
-give signs of life to it, and look in the store for what it cannot tell them while they wait for other islands.
+give signs of life to it, and look in the store for what it cannot tell them while they wait for other islands. All
+ranks look there for errors of the others.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.collective_tracker import trackers
+from hvd_periodic.comm.collective_tracker import CollectiveTracker, trackers
 from hvd_periodic.comm.elastic import ElasticJob, Function, RanksJoinInterrupt, RanksLostError, State
+from hvd_periodic.comm.island_failures import IslandFailures, IslandRankError
 from hvd_periodic.comm.rendezvous_settings import JOB, RANKS, SECRET, RendezvousSettings
 from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState, View
 from hvd_periodic.comm.torch_distributed import (
@@ -104,6 +106,7 @@ class TorchRendezvous(ElasticJob):
         self._store: Any = None
         self._signs: Any = None
         self._watch: threading.Thread | None = None
+        self._failures_within: IslandFailures | None = None
         self._ended = threading.Event()
         self._rounds, self._round, self._missed = 0, -1, False
         self._failures: list[tuple[Any, str]] = []
@@ -121,7 +124,8 @@ class TorchRendezvous(ElasticJob):
         """Return the result of ``function(state, ...)``, called again in every round; leave the job if it fails.
 
         Raises:
-            RuntimeError: the job is over; or it fails in the same way again and again.
+            RuntimeError: the job is over; it fails in the same way again and again; or another rank of this island has
+                raised an error.
             ValueError, ConnectionError, TimeoutError: as :func:`hvd_periodic.elastic.state.run`.
         """
         set_up()
@@ -134,17 +138,20 @@ class TorchRendezvous(ElasticJob):
         if self.island is None:
             self._connect(state)
         else:
-            build_on_all(self.island.ranks, "hvd_periodic.rendezvous", lambda: self._connect(state))
+            ranks = self.island.ranks
+            build_on_all(ranks, "hvd_periodic.rendezvous", lambda: self._connect(state))
             own = self.island.of_first(lambda: self._view.own)
-            if not self.island.is_first:
-                looked = own, self.island.ranks.rank
-                self._watch = threading.Thread(target=self._look, args=looked, name="hvd_periodic.island", daemon=True)
-                self._watch.start()
+            key = f"hvd_periodic.{self._settings.job}.failed.{own}"
+            self._failures_within = IslandFailures(self._signs, key, ranks.rank, ranks.size)
+            self._watch = threading.Thread(target=self._look, args=[own], name="hvd_periodic.island", daemon=True)
+            self._watch.start()
         self._began = True
         try:
             return self._in_rounds(function, state, args, kwargs)
-        except BaseException:
-            self._leave()
+        except BaseException as error:
+            cause = self._leave(error)
+            if cause is not None:
+                raise cause from error
             raise
 
     def _in_rounds(self, function: Function, state: State, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -313,30 +320,54 @@ class TorchRendezvous(ElasticJob):
         if elastic_group() is not None:
             _end_exchanges()
 
-    def _look(self, own: str, rank: int) -> None:
-        """Give signs of life to the first rank of the island, and hear from it that a round is over; in a thread."""
-        beats = f"hvd_periodic.{self._settings.job}.beats.{own}.{rank}"
+    def _look(self, own: str) -> None:
+        """Hear of errors in this island; give its first rank signs of life, and hear from it of rounds; in a thread."""
+        beats = f"hvd_periodic.{self._settings.job}.beats.{own}.{self.island.ranks.rank}"  # type: ignore[union-attr]
         while not self._ended.wait(self._interval / 2):
             number = self._round
             with suppress(RuntimeError):  # The store is down.
+                self._look_within()
+                if self._state is not None:
+                    continue
                 self._signs.add(beats, 1)
                 if elastic_group() is not None and self._signs.check([self._lost(number)]) and number == self._round:
                     _end_exchanges()
+
+    def _look_within(self) -> None:
+        """End all waits of this rank if another one of its island has raised an error; the first rank then leaves."""
+        heard = None if self._failures_within is None else self._failures_within.heard()
+        if heard is None:
+            return
+        if self._state is not None:
+            with suppress(RendezvousConnectionError):
+                self._state.leave()
+        _end_exchanges(heard)
+        _end_wait(self.island.ranks.tracker, heard)  # type: ignore[union-attr]
 
     def _lost(self, number: int) -> str:
         """Return the key that says that nobody can exchange in a round any more."""
         return f"hvd_periodic.{self._settings.job}.lost.{number}"
 
-    def _leave(self) -> None:
-        """Tell the others at once that this process takes part no longer, which may live on; local."""
+    def _leave(self, error: BaseException) -> IslandRankError | None:
+        """Tell the others at once that this process takes part no longer, and may live on, because of an error; local.
+
+        Returns:
+            The error of another rank of the island that has caused this one; None if there is none.
+        """
         self._over = True
         self._stop_looking()
+        cause = None
+        if self._failures_within is not None:
+            with suppress(RuntimeError):  # The store is down.
+                self._failures_within.tell(error)
+                cause = self._failures_within.cause(error)
         if self._handler is not None:
             self._handler._stop_heartbeats()
         if self._state is not None:
             with suppress(RendezvousConnectionError):
                 self._state.leave()
         close_world()
+        return cause
 
     def _close(self) -> None:
         """Mark the job as over: nobody can join it any more. End the thread that gives signs of life.
@@ -350,7 +381,7 @@ class TorchRendezvous(ElasticJob):
                 self._handler.shutdown()
 
     def _stop_looking(self) -> None:
-        """End the thread of a rank that is not the first of its island."""
+        """End the thread of a rank of an island."""
         self._ended.set()
         if self._watch is not None:
             self._watch.join()
@@ -392,12 +423,19 @@ class JobOverError(RuntimeError):
     """The ranks of the job have finished training."""
 
 
-def _end_exchanges() -> None:
+def _end_exchanges(error: Exception | None = None) -> None:
     """End the waits of this process for ranks that it exchanges with."""
     for tracker in trackers():
-        wait = tracker.wait
-        if tracker.elastic and wait is not None and wait.raises and wait.error is None:
-            wait.error = RanksLostError("A worker gives no sign of life, or has left the others after a loss")
+        if tracker.elastic:
+            lost = RanksLostError("A worker gives no sign of life, or has left the others after a loss")
+            _end_wait(tracker, error or lost)
+
+
+def _end_wait(tracker: CollectiveTracker, error: Exception) -> None:
+    """End the wait of this process among some ranks, if it waits and can be interrupted."""
+    wait = tracker.wait
+    if wait is not None and wait.raises and wait.error is None:
+        wait.error = error
 
 
 @contextmanager

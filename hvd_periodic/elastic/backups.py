@@ -59,6 +59,7 @@ def back_up(synchronizer: ReplicaSynchronizer[Any], share: Share) -> ShardBackup
     communicator, name = membership.communicator, f"{membership.name}.share"
     chosen = backup_ranks(communicator.gather_integers(np.array([communicator.host]), f"{name}.hosts").tolist())
     shares = communicator.send_object(share, chosen[communicator.rank], name) | {communicator.rank: share}
+    communicator.settle()
     return ShardBackup(communicator.rank, synchronizer.exchanger.placement.holders, chosen, shares)
 
 

@@ -246,6 +246,7 @@ class Commits:
         for name, mirror in commit.mirrors.items():
             whole = exchanges[name].restore_center(communicator, states[name], mirror)
             states[name] = exchanges[name].completed(states[name], whole)
+        communicator.settle()
         self.held[max(common)] = replace(commit, states=states, mirrors={})
 
     def sync(self, communicator: Communicator, objects: Objects, change: Callable[[], None]) -> Objects:

@@ -236,8 +236,6 @@ def refuse_between_islands(name: str, synchronizer: ReplicaSynchronizer[Any], le
         return
     schedule = synchronizer.planner.schedule  # Of fragments, it has the user's.
     refused = {
-        "`center` other than 'replicated'": not synchronizer.exchanger.placement.everywhere,
-        "`overlap`": synchronizer.exchanger.context.overlap != 0,
         "a period in Seconds": isinstance(getattr(schedule, "whole", schedule), Seconds),
         "several levels of optimizers": levels > 1,
     }

@@ -55,6 +55,7 @@ class CenterReader(Generic[V]):
                 for group in shown:
                     for bucket in group.values.layout.buckets:
                         group.values.write(bucket, group.fetch(bucket))
+                self._settle()
             yield
         finally:
             for group, vectors in zip(shown, held, strict=True):
@@ -66,17 +67,22 @@ class CenterReader(Generic[V]):
         """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
         with self._exchanger.context.membership.communicator.tracker.at("distance()"):
             self.get_ready(begin)
-            return float(self._exchanger.tensor_groups.distance())
+            found = float(self._exchanger.tensor_groups.distance())
+            self._settle()
+            return found
 
     def state_dict(self, begin: Callable[[], object]) -> dict[str, Any]:
         """Return the state for a checkpoint; collective unless the center is on every rank."""
         with self._exchanger.context.membership.communicator.tracker.at("state_dict()"):
             if not self._startup.begun:
                 self._require_fit()
-                return self._checkpoint.save_before_training(begin)
-            self.meet_to_read()
-            self.follow_equal_replicas()
-            return self._checkpoint.save()
+                found = self._checkpoint.save_before_training(begin)
+            else:
+                self.meet_to_read()
+                self.follow_equal_replicas()
+                found = self._checkpoint.save()
+            self._settle()
+            return found
 
     def audit(self) -> None:
         """Check on all ranks that their centers are bitwise equal, and compare other weights; not asynchronously."""
@@ -106,6 +112,11 @@ class CenterReader(Generic[V]):
             self._exchanger.context.handshake.check_same_call(Purpose.READ, self.misfit())
         else:
             self._require_fit()
+
+    def _settle(self) -> None:
+        """If reading is collective, raise an error if it has failed on another rank of this rank's island."""
+        if self._exchanger.reads_together:
+            self._exchanger.context.membership.communicator.settle()
 
     def misfit(self) -> str | None:
         """Return why this rank cannot read the center, or None."""

@@ -14,6 +14,7 @@ from hvd_periodic.arguments import require_int
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.in_flight import InFlightExchange
 from hvd_periodic.centers.saved_vectors import check_names
+from hvd_periodic.comm.elastic import RanksLostError
 from hvd_periodic.journal.base import Counters
 from hvd_periodic.sync.exchanger import ExchangeContext
 from hvd_periodic.sync.fragment_plan import FragmentExchange
@@ -110,6 +111,7 @@ class Overlapped(Synchronous[V]):
         except Exception:
             self._uncount()
             raise
+        context.membership.communicator.settle()
         context.progress.add(exchange_seconds=time.perf_counter() - started)
 
     def _uncount(self) -> None:
@@ -123,6 +125,8 @@ class Overlapped(Synchronous[V]):
         """Apply the exchange in flight to the replica; on failure, tell the other ranks, which would wait."""
         try:
             self._land()
+        except RanksLostError:  # They hear of it as this one did.
+            raise
         except Exception as error:
             self.tell_failure(error)
             raise

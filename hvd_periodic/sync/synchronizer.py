@@ -541,6 +541,7 @@ class ReplicaSynchronizer(Generic[V]):
         self.exchanger.discard()
         self.tensor_groups.restart()
         self.tensor_groups.audit(_AVERAGED_UNTIL_NOW)
+        self.membership.communicator.settle()
 
     def broadcast(self) -> None:
         """Give all ranks the root's parameters, buffers, center, counters and schedule position.

@@ -25,6 +25,7 @@ from tests.parallel.elastic_events import FOLDER, begin, die, end, once
 from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, SIZE, STEPS, target
 from tests.parallel.rendezvous_program import State
 from tests.parallel.rendezvous_scenarios import replace_file
+from tests.parallel.rendezvous_worker import UserError
 from tests.parallel.silence import count_silence, falls_silent
 from tests.parallel.test_rendezvous_islands import ISLANDS, RANKS, SCENARIOS, STEP, WAIT_STEP, Scenario
 
@@ -67,6 +68,10 @@ def happen(scenario: Scenario, step: int, state: Any, position: int) -> None:
     if step == STEP and islands == ISLANDS and island == ISLANDS - 1 and once(f"victim.{position}"):
         replace_file(FOLDER / f"pid.{position}", os.getpid())
         wait_for(*(f"pid.{other}" for other in range(RANKS)))
+        if scenario.what == "raise":
+            if position == RANKS - 1:
+                raise UserError("of my own")
+            return
         if position == 0:
             falls_silent(state, int((FOLDER / f"pid.{RANKS - 1}").read_text()))
         wait_for("silent")
@@ -75,8 +80,8 @@ def happen(scenario: Scenario, step: int, state: Any, position: int) -> None:
         elif position == RANKS - 1:
             os.kill(os.getpid(), signal.SIGKILL if scenario.what == "torchrun" else signal.SIGSTOP)
     late = step == STEP - 2 and islands < ISLANDS and not happened  # At the start.
-    again = happened and step == WAIT_STEP and islands == ISLANDS - 1 and once(f"wait.{position}")
-    if (late or again) and position == 0:
+    alone = happened and step == WAIT_STEP and islands == ISLANDS - 1 and once(f"wait.{position}")
+    if (late or (alone and scenario.what != "raise")) and position == 0:
         while not state.job._state.view.waiting:
             time.sleep(0.05)
 
@@ -90,7 +95,15 @@ def main(scenario: Scenario, number: int) -> None:
     else:
         fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
     local = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-    optimizer = hvdp.PeriodicOptimizer(local, model, ALGORITHMS[scenario.algorithm](), PERIOD)
+    optimizer = hvdp.PeriodicOptimizer(
+        local,
+        model,
+        ALGORITHMS[scenario.algorithm](),
+        PERIOD,
+        center=scenario.center,
+        root_rank=ISLANDS - 1,
+        overlap=scenario.overlap,
+    )
     state = State(model, optimizer, commit="exchange", batch=0)
     count_silence(until="wait.0")
     (FOLDER / f"here.{number}.{position}").touch()
@@ -111,7 +124,14 @@ def main(scenario: Scenario, number: int) -> None:
         optimizer.finalize()
         return "done"
 
-    assert train(state) == "done"
+    try:
+        assert train(state) == "done"
+    except (UserError, RuntimeError) as error:
+        if scenario.what != "raise":
+            raise
+        replace_file(FOLDER / f"raised.{position}", [type(error).__name__, str(error)])
+        wait_for("wait.0", *(f"raised.{other}" for other in range(RANKS)))
+        return
     assert "horovod" not in sys.modules
     island, _ = state.place()
     replica = values(model)

@@ -43,18 +43,24 @@ class Scenario:
         algorithm: of its exchanges.
         inside: ``ddp``, or ``fully_shard``.
         what: happens to the last island, once: ``kill`` all its ranks; ``torchrun``: kill one rank, whereupon torchrun
-            ends the others, and starts the island again; ``stop`` one rank.
+            ends the others, and starts the island again; ``stop`` one rank; ``raise`` an error in one rank, whose
+            process lives on.
+        center: where each position has its center; the root is the last island.
+        overlap: steps for which exchanges are in flight.
     """
 
     algorithm: str
     inside: str
     what: str
+    center: str = "replicated"
+    overlap: int = 0
 
 
 SCENARIOS = {
-    "sharded, killed": Scenario("diloco", "fully_shard", "kill"),
-    "replicated, under torchrun": Scenario("easgd", "ddp", "torchrun"),
-    "sharded, one rank stopped": Scenario("agn", "fully_shard", "stop"),
+    "sharded, as is its center, killed": Scenario("diloco", "fully_shard", "kill", "sharded"),
+    "replicated, under torchrun": Scenario("easgd", "ddp", "torchrun", "sharded"),
+    "sharded, in flight, one rank stopped": Scenario("agn", "fully_shard", "stop", overlap=2),
+    "replicated, on the root, one rank raises an error": Scenario("diloco", "ddp", "raise", "root"),
 }
 
 
@@ -145,7 +151,7 @@ class Job:
                 process.wait()
 
 
-@pytest.fixture(scope="module", params=["sharded, killed", *map(thorough, list(SCENARIOS)[1:])])
+@pytest.fixture(scope="module", params=[next(iter(SCENARIOS)), *map(thorough, list(SCENARIOS)[1:])])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Run a scenario."""
     with rendezvous() as address:
@@ -163,21 +169,25 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def test_an_island_leaves_and_joins_as_one_worker(job: Job) -> None:
     """Its ranks start from the shards of the center, and the outer state, of the same positions in the other island."""
+    what = job.scenario.what
     codes = sorted(process.poll() is not None and process.returncode for process in job.processes)
-    killed = [-signal.SIGKILL] * RANKS if job.scenario.what == "kill" else []
-    launched = ISLANDS * (1 if job.scenario.what == "torchrun" else RANKS)
+    killed = [-signal.SIGKILL] * RANKS if what == "kill" else []
+    launched = ISLANDS * (1 if what == "torchrun" else RANKS)
     assert codes == [*killed, *[0] * launched], job.output()
 
     found = [job.stretches(position) for position in range(RANKS)]
     stretches = numbered(found[0])
     assert all(numbered(others) == stretches for others in found), job.output()
-    *_, between, last = [len(islands) for _, islands in stretches]
-    assert last == ISLANDS, job.output()
-    # torchrun may start an island again before the other one has gone on alone.
-    assert between == ISLANDS - 1 or job.scenario.what == "torchrun", job.output()
-    assert len({island for _, islands in stretches for island in islands}) == ISLANDS + 1
+    *_, before, last = [len(islands) for _, islands in stretches]
+    if what == "raise":
+        assert (before, last) == (ISLANDS, ISLANDS - 1), job.output()
+    else:
+        assert last == ISLANDS, job.output()
+        # torchrun may start an island again before the other one has gone on alone.
+        assert before == ISLANDS - 1 or what == "torchrun", job.output()
+        assert len({island for _, islands in stretches for island in islands}) == ISLANDS + 1
 
-    center, workers = expected(job.scenario.algorithm, stretches)
+    center, workers = expected(job.scenario.algorithm, stretches, overlap=job.scenario.overlap)
     for island, worker in enumerate(workers.values()):
         for end in (job.end(island * RANKS + position) for position in range(RANKS)):
             assert end["steps"] == STEPS
@@ -185,6 +195,16 @@ def test_an_island_leaves_and_joins_as_one_worker(job: Job) -> None:
             assert end["pid"] in [pid for of_position in found for pid, _ in of_position[-1][1]]
             np.testing.assert_allclose(end["center"], center, rtol=0, atol=1e-12)
             np.testing.assert_allclose(end["x"], worker.x, rtol=0, atol=1e-12)
+
+
+def test_the_others_of_an_island_hear_of_an_error(job: Job) -> None:
+    """They wait in collectives of DistributedDataParallel, and the process that has raised it lives on."""
+    if job.scenario.what != "raise":
+        pytest.skip("Nobody raised an error")
+    raised = [json.loads((job.folder / f"raised.{position}").read_text()) for position in range(RANKS)]
+    text = f"Rank {RANKS - 1} of this island has raised an error, and the island takes part no longer"
+    heard = ["IslandRankError", f"{text}: UserError: of my own"]
+    assert raised == [*[heard] * (RANKS - 1), ["UserError", "of my own"]], job.output()
 
 
 def test_an_excluded_island_joins_as_a_new_one(job: Job) -> None:

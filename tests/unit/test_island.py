@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.elastic import RanksLostError
 from hvd_periodic.comm.island import Island
 from hvd_periodic.comm.local import LocalCommunicator
+from hvd_periodic.elastic.backups import back_up
+from hvd_periodic.elastic.shards import own_share
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import errors, run_ranks
 
@@ -90,6 +94,30 @@ class Settled(LocalCommunicator):
 
     def settle(self, alike: str = "") -> None:
         self.texts.append(alike)
+
+
+@pytest.mark.parametrize(
+    ("options", "read", "times"),
+    [
+        ({"overlap": 1}, lambda synchronizer: synchronizer.state_dict(), 1),
+        ({"center": "sharded"}, lambda synchronizer: synchronizer.state_dict(), 1),
+        ({"center": "root"}, lambda synchronizer: synchronizer.distance(), 1),
+        ({"center": "sharded"}, lambda synchronizer: back_up(synchronizer, own_share(synchronizer)), 1),
+        ({}, lambda synchronizer: synchronizer.state_dict(), 0),
+    ],
+)
+def test_ranks_of_an_island_agree_after_what_others_take_part_in(
+    options: dict[str, Any], read: Callable[[Any], object], times: int
+) -> None:
+    """Completing an exchange in flight, reading a center that is not on every rank, sending it to another island."""
+    ranks, x = Settled(), np.zeros(2)
+    optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, Averaging(), 1, process_set=ranks, **options)
+    optimizer.step([np.ones(2)])
+    before = len(ranks.texts)
+    read(optimizer.synchronizer)
+    assert len(ranks.texts) - before == times
+    read(optimizer.synchronizer)
+    assert len(ranks.texts) - before == (times if "overlap" in options else 2 * times)
 
 
 def test_next_exchanges_that_a_loss_decides_on_are_compared() -> None:

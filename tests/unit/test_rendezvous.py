@@ -28,8 +28,10 @@ import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic.cli.main import main  # noqa: E402
 from hvd_periodic.comm import torch_rendezvous  # noqa: E402
 from hvd_periodic.comm.base import Communicator  # noqa: E402
+from hvd_periodic.comm.collective_tracker import CollectiveTracker, Wait  # noqa: E402
 from hvd_periodic.comm.elastic import RanksLostError  # noqa: E402
 from hvd_periodic.comm.island import Island  # noqa: E402
+from hvd_periodic.comm.island_failures import IslandFailures, IslandRankError  # noqa: E402
 from hvd_periodic.comm.rendezvous_settings import RendezvousSettings  # noqa: E402
 from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState, View  # noqa: E402
 from hvd_periodic.comm.torch_rendezvous import TorchRendezvous  # noqa: E402
@@ -447,23 +449,12 @@ def island(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"center": "root"},
-            "`optimizer` has `center` other than 'replicated', which islands of an elastic job do not",
-        ),
-        ({"overlap": 1}, "`optimizer` has `overlap`, which islands"),
-        ({"period": hvdp.Seconds(1), "fragments": 2}, "`optimizer` has a period in Seconds, which islands"),
-    ],
-)
-def test_what_islands_do_not_support(island: None, options: dict[str, Any], message: str) -> None:
+def test_islands_with_a_period_in_seconds(island: None) -> None:
+    """Ranks at different positions would exchange at different steps."""
     model = torch.nn.Linear(2, 1)
     local = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"period": 2} | options
-    optimizer = hvdp.PeriodicOptimizer(local, model, hvdp.DiLoCo(), **options)
-    with pytest.raises(ValueError, match=message):
+    optimizer = hvdp.PeriodicOptimizer(local, model, hvdp.DiLoCo(), hvdp.Seconds(1), fragments=2)
+    with pytest.raises(ValueError, match="`optimizer` has a period in Seconds, which islands of an elastic job do not"):
         hvdp.elastic.State(model, optimizer)
 
 
@@ -556,6 +547,62 @@ def test_an_island_hears_of_a_round_that_its_first_rank_has_left(left: bool, mon
     job._signs = store = dist.HashStore()
     job._end_waits(View("own", 3, frozenset({"own", "other"}), lost=True))
     assert store.check([job._lost(3)])
+
+
+@pytest.fixture
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Return both ends of a TCP connection."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+        server.accept()[0] as other,
+    ):
+        yield one, other
+
+
+def test_an_island_hears_of_the_first_error(connected: tuple[socket.socket, socket.socket]) -> None:
+    """Its ranks close the connections to a rank with an error, so that collectives with it fail."""
+    store = dist.HashStore()
+    ranks = [IslandFailures(store, "failed", rank, 3) for rank in range(3)]
+    assert [rank.heard() for rank in ranks] == [None] * 3
+    ranks[1].tell(KeyError("batch"))
+    text = "Rank 1 of this island has raised an error, and the island takes part no longer: KeyError: 'batch'"
+    assert ranks[1].heard() is None
+    connected[0].settimeout(30)
+    assert str(ranks[0].heard()) == text
+    assert connected[0].recv(1) == b"", "It is closed"
+    ranks[0].tell(RuntimeError("Connection closed by peer"))
+    assert str(ranks[2].heard()) == text
+
+
+def test_errors_that_another_rank_of_an_island_has_caused() -> None:
+    store = dist.HashStore()
+    first, second = (IslandFailures(store, "failed", rank, 2) for rank in range(2))
+    first.tell(RuntimeError("no more data"))
+    assert "RuntimeError: no more data" in str(second.cause(RuntimeError("Connection closed by peer")))
+    of_its_own = [RuntimeError("no more data"), RanksLostError("in vain"), ValueError("of its own"), second.heard()]
+    assert [second.cause(error) for error in of_its_own if error is not None] == [None] * 4
+    assert first.cause(RuntimeError("no more data")) is None
+
+
+def test_waits_of_an_island_end_with_the_error_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those within the island as well as those for other islands; its first rank leaves the job."""
+    within, between = CollectiveTracker("within", 0, [0, 1]), CollectiveTracker("between", 0, [0, 2])
+    between.elastic = True
+    for tracker in (within, between):
+        tracker.wait = Wait(1, raises=True)
+    monkeypatch.setattr(torch_rendezvous, "island_here", lambda: Mock(ranks=Mock(tracker=within)))
+    monkeypatch.setattr(torch_rendezvous, "trackers", lambda: [between])
+    job = TorchRendezvous(RendezvousSettings("here", 1))
+    job._state, heard = Mock(), IslandRankError("Rank 1")
+    job._failures_within = Mock()
+    job._failures_within.heard.return_value = None
+    job._look_within()
+    job._state.leave.assert_not_called()
+    job._failures_within.heard.return_value = heard
+    job._look_within()
+    job._state.leave.assert_called_once_with()
+    assert [tracker.wait.error for tracker in (within, between) if tracker.wait is not None] == [heard] * 2
 
 
 def test_islands_of_another_front_end(island: None) -> None:
