@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -37,6 +37,7 @@ class Replica(Protocol, Generic[V]):
         complex_names: exchanged parameters whose elements are complex; stores hold them as reals of shape (…, 2).
         present: names of the parameters, among ``parameters``, to which only ranks with gradients of them contribute.
         tables: names of the parameters, among ``parameters``, of which only touched rows travel.
+        local_names: names of the parameters that are not exchanged.
         keeps_own: whether some parameters are not exchanged, so that every rank has its own.
         reports_work: the user can report the examples of each local update.
         may_be_left_out: an exchange may exclude this rank; false if other ranks hold parts of the same replica.
@@ -65,6 +66,7 @@ class Replica(Protocol, Generic[V]):
     complex_names: Sequence[str] = ()
     present: Sequence[str] = ()
     tables: Sequence[str] = ()
+    local_names: Collection[str] = ()
     keeps_own: bool = False
     reports_work: bool = False
     may_be_left_out: bool = True

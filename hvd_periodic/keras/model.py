@@ -51,7 +51,7 @@ class NamedVariables:
         trained: number of trained variables.
         positions: the index of every parameter among the trained variables, if there are others; None: all of these
             are parameters.
-        keeps_own: whether some trained variables are not exchanged.
+        own: trained variables that are not exchanged.
         present: names of the parameters to which only ranks with gradients of them contribute.
         tables: names of the parameters of which only touched rows travel.
         formerly: for every variable that version 0.1 averaged, whether it is in ``averaged``; empty if the user has
@@ -70,7 +70,7 @@ class NamedVariables:
     following: Named = field(default_factory=list)
     trained: int = 0
     positions: Sequence[int] | None = None
-    keeps_own: bool = False
+    own: Named = field(default_factory=list)
     present: Sequence[str] = ()
     tables: Sequence[str] = ()
     formerly: Sequence[bool] = ()
@@ -177,7 +177,7 @@ def named_variables(
         following=[(name, v) for name, v in named if participation[name] == BROADCAST and math.prod(v.shape)],
         trained=len(named),
         positions=positions if len(positions) < len(named) else None,
-        keeps_own=LOCAL in participation.values(),
+        own=[(name, v) for name, v in named if participation[name] == LOCAL],
         present=[name for name, v in named if participation[name] == PRESENT and math.prod(v.shape)],
         tables=[name for name, _ in named if participation[name] == ROWS],
         formerly=formerly,

@@ -65,7 +65,8 @@ class NamedReplica(Replica[Any]):
         self.named, self.bucket_bytes = named, bucket_bytes
         self.positions: Sequence[int] = range(len(named.parameters)) if named.positions is None else named.positions
         self.trained = named.trained or len(named.parameters)
-        self.keeps_own, self.present, self.tables = named.keeps_own, named.present, named.tables
+        self.local_names = [name for name, _ in named.own]
+        self.keeps_own, self.present, self.tables = bool(named.own), named.present, named.tables
 
     def make_stores(self) -> None:
         """Make the stores of all roles."""

@@ -394,7 +394,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             following=[(v.op.name, v) for v in following],
             trained=len(variables),
             positions=positions if len(positions) < len(variables) else None,
-            keeps_own=LOCAL in policies.values(),
+            own=[(v.op.name, v) for v in variables if policies[v.op.name] == LOCAL],
             present=[v.op.name for v in variables if policies[v.op.name] == PRESENT and math.prod(v.shape)],
             tables=[v.op.name for v in variables if policies[v.op.name] == ROWS],
         )
