@@ -81,9 +81,9 @@ class Replica(Protocol, Generic[V]):
         return self.by_policy.get("rows", ())
 
     @property
-    def keeps_own(self) -> bool:
-        """Whether some parameters are not exchanged, so that every rank has its own."""
-        return "local" in self.by_policy
+    def local_names(self) -> Sequence[str]:
+        """Names of the parameters that are not exchanged, of which every rank has its own."""
+        return self.by_policy.get("local", ())
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """Return a context manager whose ``with`` block profilers of this framework show as a range of this name."""

@@ -77,10 +77,12 @@ class CommittableOptimizer(Committable):
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        """The algorithm, and a digest of names and shapes of the parameters."""
+        """The algorithm, a digest of names and shapes of the parameters, and the names of ``"local"`` ones."""
         specs = [spec for group in self.synchronizer.tensor_groups for spec in group.values.layout.specs]
         named = hashlib.sha256(repr([(spec.name, tuple(spec.shape)) for spec in specs]).encode()).hexdigest()[:12]
-        return {"the algorithm": repr(self.synchronizer.algorithm), "the parameters": f"{len(specs)}, digest {named}"}
+        facts = {"the algorithm": repr(self.synchronizer.algorithm), "the parameters": f"{len(specs)}, digest {named}"}
+        local = sorted(self.synchronizer.replica.local_names)
+        return {**facts, **({"the 'local' parameters": local} if local else {})}
 
     @abstractmethod
     def rejoin(self, name: str) -> None:
@@ -336,7 +338,7 @@ class Commits:
             elif own is None:
                 start_from_center(each.synchronizer, wholes.get(name))
                 text = "Rank %d has joined at local step %d and starts from the center"
-                if each.synchronizer.replica.keeps_own:
+                if each.synchronizer.replica.local_names:
                     text += "; its 'local' parameters keep the values that it has"
                 each.synchronizer.membership.log.warning(text, communicator.rank, steps)
             if steps == 0:  # No rank has trained: values loaded into models before the first step count, as usual.

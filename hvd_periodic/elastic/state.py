@@ -209,9 +209,6 @@ def refuse_fixed(name: str, synchronizer: ReplicaSynchronizer[Any], averages: bo
     within = getattr(getattr(communicator, "process_set", None), "process_set_id", None)
     fixed = within is None and not communicator.elastic
     refused = {
-        "has 'local' `parameters`, which are for elastic jobs of PyTorch only": (
-            synchronizer.replica.keeps_own and not synchronizer.commits_hold_sets
-        ),
         "exchanges asynchronously, among ranks that cannot change": synchronizer.exchanger.worker is not None,
         "wraps an hvd.DistributedOptimizer, whose ranks have to agree at every step": averages,
         f"exchanges within process set {within}, with which Horovod ends all ranks when one is lost; use "

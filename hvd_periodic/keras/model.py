@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from hvd_periodic.keras.private import all_layers, made_untrainable
-from hvd_periodic.participation import EXCHANGED, Broadcast, Policies, by_policy, participation_of
+from hvd_periodic.participation import EXCHANGED, Broadcast, Local, Policies, by_policy, participation_of
 from hvd_periodic.participation.buffers import AVERAGE, BROADCAST, BUFFERS, LOCAL, MAXIMUM, is_statistic
 
 Named = Sequence[tuple[str, Any]]
@@ -39,6 +39,7 @@ class NamedVariables:
         trained: number of trained variables.
         positions: the index of every parameter among the trained variables, if there are others; None: all of these
             are parameters.
+        own: trained variables that are not exchanged.
         by_policy: names of the trained variables that have another policy than the default, by the policy's name.
         formerly: for every variable that version 0.1 averaged, whether it is in ``averaged``; empty if the user has
             chosen policies.
@@ -56,6 +57,7 @@ class NamedVariables:
     following: Named = field(default_factory=list)
     trained: int = 0
     positions: Sequence[int] | None = None
+    own: Named = field(default_factory=list)
     by_policy: Mapping[str, Sequence[str]] = field(default_factory=dict)
     formerly: Sequence[bool] = ()
 
@@ -162,6 +164,7 @@ def named_variables(
         following=[pair for pair in named if pair[0] in special.get(Broadcast.name, ())],
         trained=len(named),
         positions=positions if len(positions) < len(named) else None,
+        own=[pair for pair in named if pair[0] in special.get(Local.name, ())],
         by_policy=special,
         formerly=formerly,
     )

@@ -32,7 +32,7 @@ from hvd_periodic.sync.tensor_groups import TensorGroups
 
 V = TypeVar("V")
 
-_UNFINISHED = "in asynchronous training before its finalize()"
+_UNFINISHED = "before finalize() in asynchronous training or with a quorum"
 """A reason for which adopt() is refused."""
 
 _PARAMETERS = ("parameters", FROM_ROOT)
@@ -104,8 +104,8 @@ def refusal(synchronizer: Any) -> str | None:
     """Return the kind of training that cannot adopt, the same on all ranks; or None."""
     membership, exchanger = synchronizer.membership, synchronizer.exchanger
     refused = {
-        "with a quorum": exchanger.context.quorum is not None,
         _UNFINISHED: exchanger.worker is not None and not (synchronizer.begun and exchanger.worker.finished),
+        "after ranks have died": bool(membership.communicator.dead_ranks()),
         "where ranks exchange in groups of their own": membership.is_lockstep_group,
         "where gradients are averaged": membership.in_groups or membership.group is not None,
     }
@@ -125,7 +125,7 @@ def _without(handshake: Handshake, check: Check) -> Iterator[None]:
 def _exchange_last(synchronizer: Any) -> None:
     """Exchange the old set, unless all of it has just been exchanged, and apply what is in flight.
 
-    In asynchronous training, finalize() has done so.
+    In asynchronous training, and with a quorum, finalize() has done so.
     """
     synchronizer.begin(CallPoint.BEFORE_UPDATE)
     handshake, progress = synchronizer.handshake, synchronizer.progress
@@ -171,7 +171,8 @@ def _carry_over(synchronizer: Any, new: Successor[V], before: Mapping[str, Any],
             kept = _merged(kept, vectors.save_initial(), stays[group.name])
         vectors.load(kept)
         state["vectors"][group.name] = kept
-    synchronizer.exchanger.go_on(state, _outer_state(synchronizer, new, before, state["center_optimizer"], stays))
+    of_outer = _outer_state(synchronizer, new, before, state["center_optimizer"], stays)
+    synchronizer.exchanger.go_on(before["exchanger"], state, of_outer)
     synchronizer.progress.counters, synchronizer.progress.notes = before["progress"].counters, before["progress"].notes
     synchronizer.checkpoint.run = before["checkpoint"].run
     synchronizer.startup.go_on()

@@ -183,7 +183,7 @@ class Asynchronous(Exchanger[V]):
         """Return the part that this rank holds: of shared memory, all of it."""
         return self.worker.select(saved) if self.worker.transport.holds_center else None
 
-    def go_on(self, state: dict[str, Any], optimizer_state: Any) -> None:
+    def go_on(self, former: Any, state: dict[str, Any], optimizer_state: Any) -> None:
         """Let the root write the center with all that is kept with it, and leave training, as before ``adopt()``.
 
         Between finalize() and the next push, all buckets have counted the same pushes.

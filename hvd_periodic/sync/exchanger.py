@@ -263,10 +263,11 @@ class Exchanger(ABC, Generic[V]):
         """Return this rank's part of what :meth:`optimizer_state` returned; None if it holds none."""
         return self.placement.select(saved)
 
-    def go_on(self, state: dict[str, Any], optimizer_state: Any) -> None:
+    def go_on(self, former: Any, state: dict[str, Any], optimizer_state: Any) -> None:
         """Go on, after ``adopt()``, with vectors that the tensor groups have loaded; collective.
 
         Args:
+            former: what exchanged the former set, of the same class.
             state: the state, with the vectors of the tensor groups.
             optimizer_state: the state of the center's optimizer for this rank; None if there is none.
         """

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.arguments import described
@@ -129,6 +129,11 @@ class WithQuorum(Asynchronous[V]):
         """
         if self.context.membership.is_root:
             self._hub.rounds.replayed.extend(list(each) for each in members)
+
+    def go_on(self, former: WithQuorum[V], state: dict[str, Any], optimizer_state: Any) -> None:
+        """Go on as in asynchronous exchange; the rounds that are still to be replayed are those of the former set."""
+        super().go_on(former, state, optimizer_state)
+        self._hub.rounds.replayed = former._hub.rounds.replayed
 
     @property
     def _hub(self) -> HubTransport:

@@ -229,7 +229,7 @@ class Startup(Generic[V]):
         elif start is Start.AS_CONSTRUCTED:  # A copy made before training holds the statistics of its own rank.
             exchanger.tensor_groups.give_statistics()
         elif start is Start.FROM_ROOT:
-            if membership.all_ranks.any(context.exchanged.replica.keeps_own):
+            if membership.all_ranks.any(bool(context.exchanged.replica.local_names)):
                 raise ValueError(
                     "A state was loaded on the root alone, which has no values for the `parameters` that are 'local' "
                     "on other ranks: load each rank's own state on all of them"

@@ -492,8 +492,9 @@ class ReplicaSynchronizer(Generic[V]):
         adopt(self, successor)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of construction that do not depend on the replica, without a quorum."""
+        """Return the arguments of construction that do not depend on the replica."""
         context, membership, worker = self.exchanger.context, self.membership, self.exchanger.worker
+        quorum = context.quorum
         bounds = context.bounds or NormBounds()
         return {
             "algorithm": self.exchanged.algorithm,
@@ -502,7 +503,7 @@ class ReplicaSynchronizer(Generic[V]):
             "root": membership.requested_root,
             "name": membership.name,
             "center": self.exchanger.placement.name if worker is None else worker.place,
-            "asynchronous": worker is not None,
+            "asynchronous": worker is not None and quorum is None,
             "use_locking": worker is None or worker.use_locking,
             "optimizer_state": self.policy,
             "overlap": context.overlap,
@@ -517,7 +518,8 @@ class ReplicaSynchronizer(Generic[V]):
             "timeout_seconds": membership.communicator.tracker.timeout,
             "center_file": context.center_file,
             "staleness_power": context.staleness_power,
-            "grace_seconds": context.grace or None,
+            "quorum": None if quorum is None else quorum.size,
+            "grace_seconds": (context.grace or None) if quorum is None else quorum.grace,
             "run_log": self.run_log or False,
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.hosted import original_errors
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer, levels_of
+from hvd_periodic.tensorflow.optimizer_state import state_of
 from hvd_periodic.tensorflow.resharding import first_outer, require_divisible, resharded
 from hvd_periodic.tensorflow.settings import innermost
 from hvd_periodic.tensorflow.stage import Stage
@@ -38,6 +39,9 @@ class State(CommittedState):
     with the state of the center's optimizer, the counters, and the state of another rank's local optimizer, in which
     Keras counts the iterations of schedules. Everything that depends on the number of ranks is recomputed; compiled
     steps stay valid.
+
+    ``"local"`` parameters, of the same names on all ranks, stay with their process, whose commits hold them, and so
+    does the local optimizer's state of them; those of a rank that joins are what its model has.
 
     A commit is an in-memory copy of the whole state on every rank; each rank holds two. If the center lives on the root
     or in shards, every rank copies its shard with the state of the center's optimizer, and sends a backup to a rank on
@@ -91,13 +95,13 @@ class State(CommittedState):
         if model is not None:
             optimizer = _built(model, optimizer)
         given = {"model": model, "optimizer": optimizer} | more
-        self._tracked = {name: value for name, value in given.items() if _kept(value)}
+        self._tracked = {name: value for name, value in given.items() if _kept(value, set)}
         objects = {name: value for name, value in given.items() if name not in self._tracked}
         for name, value in self._tracked.items():
             for level in levels_of(value):
                 _connect(level)
             averages = getattr(value, "gradient_group", None) is not None
-            for kept in _kept(value):
+            for kept in _kept(value, set):
                 if isinstance(kept, CommittableOptimizer):
                     refuse_fixed(name, kept.synchronizer, averages)
         for each in self._exchanging().values():
@@ -158,8 +162,14 @@ class State(CommittedState):
 
     def _all_kept(self) -> dict[str, Committable]:
         """Return the committable object of everything, by name; of nested optimizers, the outermost first."""
-        kept = {name: _kept(value) for name, value in self._tracked.items()}
+        kept = {name: _kept(value, self._own) for name, value in self._tracked.items()}
         return {name + depth * ".inner": each for name, found in kept.items() for depth, each in enumerate(found)}
+
+    def _own(self) -> set[int]:
+        """Return the identities of the variables that no optimizer of this package exchanges: they stay here."""
+        exchanging = [level.synchronizer for value in self._tracked.values() for level in levels_of(value)]
+        exchanging += [value for value in self._tracked.values() if isinstance(value, Synchronizer)]
+        return {id(variable) for each in exchanging for _, variable in each.replica.named.own}
 
     def _exchanging(self) -> dict[str, CommittableOptimizer]:
         return {name: kept for name, kept in self._all_kept().items() if isinstance(kept, CommittableOptimizer)}
@@ -171,10 +181,16 @@ class _KeptVariables(Committable):
     Args:
         variables: returns the current variables, in the same order on all ranks.
         model: whether they are weights of a model, which every rank may have loaded on its own.
+        own: returns the identities of those that stay with this worker.
     """
 
-    def __init__(self, variables: Callable[[], Sequence[Any]], model: bool = False) -> None:
-        self._variables, self._model = variables, model
+    def __init__(
+        self,
+        variables: Callable[[], Sequence[Any]],
+        model: bool = False,
+        own: Callable[[], Collection[int]] = set,
+    ) -> None:
+        self._variables, self._model, self._own = variables, model, own
 
     def variables(self) -> list[tf.Variable]:
         """Return the TensorFlow variables."""
@@ -195,8 +211,12 @@ class _KeptVariables(Committable):
             self.broadcast_from(0)
 
     def broadcast_from(self, source: int) -> None:
-        """Take over one rank's values."""
-        self.restore(_of_rank(self.copied(), source))
+        """Take over one rank's values, except those that stay with this worker."""
+        own = self._own()
+        shared = [variable for variable in self.variables() if id(variable) not in own]
+        given = _of_rank([np.array(variable.numpy()) for variable in shared], source)
+        for variable, value in zip(shared, given, strict=True):
+            variable.assign(value)
 
 
 class _KeptState(Committable):
@@ -228,6 +248,7 @@ class _KeptSynchronizer(CommittableOptimizer):
     Args:
         rates: returns the learning rates on which ranks must agree before they exchange.
         local: returns the other variables.
+        own: returns the identities of those that stay with this worker.
     """
 
     def __init__(
@@ -235,9 +256,10 @@ class _KeptSynchronizer(CommittableOptimizer):
         synchronizer: VariableSynchronizer,
         rates: Callable[[], Sequence[Any]],
         local: Callable[[], Sequence[Any]] = list,
+        own: Callable[[], Collection[int]] = set,
     ) -> None:
         self._synchronizer, self._rates = synchronizer, _KeptVariables(rates)
-        self._local = _KeptVariables(lambda: [*local(), *rates()])
+        self._local = _KeptVariables(lambda: [*local(), *rates()], own=own)
 
     @property
     def synchronizer(self) -> VariableSynchronizer:
@@ -296,28 +318,29 @@ def _of_rank(value: Any, rank: int = 0) -> Any:
     return communicator_of(None).broadcast_object(value, "hvd_periodic.elastic", rank)
 
 
-def _kept(value: Any) -> list[Committable]:
+def _kept(value: Any, own: Callable[[], Collection[int]]) -> list[Committable]:
     """Return the committable objects of a value: one per nested optimizer, the outermost first; none for plain objects.
 
-    They read variables and settings only when a copy is made, since these may have been replaced by then.
+    They read variables and settings only when a copy is made, since these may have been replaced by then. ``own``
+    returns the identities of parameters that stay with this worker.
     """
     levels = levels_of(value)
     if levels:
-        return [_kept_level(level) for level in levels]
+        return [_kept_level(level, own) for level in levels]
     if isinstance(value, Synchronizer):
         return [_KeptSynchronizer(value, lambda: _given_rates(value))]
     if isinstance(value, keras.Model):
-        return [_KeptVariables(lambda: value.weights, model=True)]
+        return [_KeptVariables(lambda: value.weights, model=True, own=own)]
     if isinstance(value, keras.optimizers.Optimizer):
         return [_KeptVariables(lambda: value.variables)]
     if isinstance(value, (keras.Variable, tf.Variable)):
-        return [_KeptVariables(lambda: [value])]
+        return [_KeptVariables(lambda: [value], own=own)]
     if all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
         return [_KeptState(value)]
     return []
 
 
-def _kept_level(level: PeriodicOptimizer) -> Committable:
+def _kept_level(level: PeriodicOptimizer, own: Callable[[], Collection[int]]) -> Committable:
     """Return the committable object of an optimizer of this package; the innermost keeps the local optimizer."""
     synchronizer, inner = level.synchronizer, level.inner_optimizer
 
@@ -326,7 +349,7 @@ def _kept_level(level: PeriodicOptimizer) -> Committable:
         return [*([] if is_scheduled(local) else [local.learning_rate]), *_given_rates(synchronizer)]
 
     local: Callable[[], Sequence[Any]] = list if levels_of(inner) else lambda: inner.variables
-    return _KeptSynchronizer(synchronizer, rates, local)
+    return _KeptSynchronizer(synchronizer, rates, local, lambda: set(map(id, state_of(innermost(inner), own()))))
 
 
 def _given_rates(synchronizer: VariableSynchronizer) -> list[Any]:

@@ -190,8 +190,6 @@ class ExchangeLifecycle:
         """Go on with other trained variables, see ``PeriodicOptimizer.adopt``."""
         optimizer, local, synchronizer = self.optimizer, innermost(self.spec.optimizer), self.synchronizer
         refused = {
-            "with a quorum": synchronizer.exchanger.context.quorum is not None,
-            "with asynchronous=True": synchronizer.exchanger.worker is not None,
             "for several levels of optimizers": local is not self.spec.optimizer,
             "for an optimizer that consists of several": hasattr(optimizer.plain_optimizer, "optimizers"),
             "where gradients are averaged": self.binding.average is not None,

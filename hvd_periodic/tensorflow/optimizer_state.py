@@ -15,8 +15,10 @@ from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.vectors.store import Store
 
-_OTHERS = ("_trainable_variables", "_model_variables_moving_average", "_accumulated_gradients")
-"""Lists that Keras keeps for every optimizer: the variables, their moving averages, sums of gradients."""
+_TRAINED = "_trainable_variables"
+
+_OTHERS = ("_model_variables_moving_average", "_accumulated_gradients")
+"""Lists that Keras keeps for every optimizer: moving averages of the variables, sums of gradients."""
 
 
 class KerasOptimizerState:
@@ -110,17 +112,31 @@ class KerasOptimizerState:
                 values.write(variable, value.astype(variable.dtype.as_numpy_dtype))
 
 
-def _kept(optimizer: Any) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:
-    """Yield the name of each entry, the variable, and its state variable of the same shape."""
+def state_of(optimizer: Any, owners: Collection[int]) -> list[tf.Variable]:
+    """Return what an optimizer keeps of some of the variables that it trains, given by ``id``."""
+    inside = getattr(optimizer, "optimizers", None) or [getattr(optimizer, "inner_optimizer", optimizer)]
+    if inside != [optimizer]:
+        return [variable for each in inside for variable in state_of(each, owners)]
+    return [native(variable) for _, owner, variable in _of_each(optimizer) if id(native(owner)) in owners]
+
+
+def _of_each(optimizer: Any) -> Iterator[tuple[str, Any, keras.Variable]]:
+    """Yield each list that an optimizer keeps, by attribute, with a variable that it trains and what it keeps of it."""
     owners = built_on(optimizer)
     for attribute, kept in vars(optimizer).items():
-        if not isinstance(kept, list) or len(kept) != len(owners) or attribute in _OTHERS:
-            continue
-        for owner, variable in zip(owners, kept, strict=True):
-            real = isinstance(variable, keras.Variable) and keras.backend.is_float_dtype(variable.dtype)
-            if real and tuple(variable.shape) == tuple(owner.shape):
-                path = getattr(owner, "path", owner.name).replace("/", "_").replace(":", "_")
-                yield variable.name.removeprefix(f"{path}_"), native(owner), variable.value
+        if isinstance(kept, list) and len(kept) == len(owners) and attribute not in ("_variables", _TRAINED):
+            for owner, variable in zip(owners, kept, strict=True):
+                if isinstance(variable, keras.Variable):
+                    yield attribute, owner, variable
+
+
+def _kept(optimizer: Any) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:
+    """Yield the name of each entry, the variable, and its state variable of the same shape."""
+    for attribute, owner, variable in _of_each(optimizer):
+        real = keras.backend.is_float_dtype(variable.dtype)
+        if real and attribute not in _OTHERS and tuple(variable.shape) == tuple(owner.shape):
+            path = getattr(owner, "path", owner.name).replace("/", "_").replace(":", "_")
+            yield variable.name.removeprefix(f"{path}_"), native(owner), variable.value
 
 
 def _start_of(optimizer: Any) -> dict[str, float | None]:

@@ -130,7 +130,7 @@ def load(
 
     def restore(saved: dict[str, Any], among_others: bool) -> None:
         state = saved["optimizer"]
-        if among_others and any(level.replica.keeps_own for level in levels):
+        if among_others and any(level.replica.local_names for level in levels):
             raise ValueError(
                 "it was saved by other ranks, and has no values for the `parameters` that are 'local' on this one: "
                 "resume on the same ranks; or export the center with center_state_dict(), and start from it"

@@ -271,12 +271,6 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
         """The optimizer's synchronizer."""
         return self.value.synchronizer
 
-    @property
-    def fingerprint(self) -> Mapping[str, Any]:
-        """As of any optimizer, with the names of ``"local"`` parameters, which commits hold."""
-        local = sorted(self.synchronizer.replica.local_names)
-        return {**super().fingerprint, **({"the 'local' parameters": local} if local else {})}
-
     def copied(self) -> Any:
         """Return a copy of its state; of the exchange state, the part that this rank holds by itself."""
         local = {} if self._local is None else copy.deepcopy(self._local.state_dict())

@@ -296,8 +296,8 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             model: the model, as at construction; needed if that was not a module.
 
         Raises:
-            RuntimeError: called inside ``center()``; this kind of training cannot adopt, or is asynchronous and has not
-                just been finalized; or other ranks are in another call.
+            RuntimeError: called inside ``center()``; this kind of training cannot adopt, or is asynchronous, or with a
+                quorum, and has not just been finalized; or other ranks are in another call.
             TypeError, ValueError: the new set is refused, or differs between ranks. On all ranks; nothing has changed.
 
         Example::

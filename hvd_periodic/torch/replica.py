@@ -79,12 +79,12 @@ class TorchReplica(Replica[torch.Tensor]):
                 )
         self.trained_set = TrainedSet.of(named.parameters, optimizer)
         self._digests: dict[str, tuple[Any, bytes]] = {}
-        self.local_names = {name for name, policy in named.participation.items() if policy == Local.name}
-        common = [(n, p) for n, p in named.parameters if n not in self.local_names]
+        local = {name for name, policy in named.participation.items() if policy == Local.name}
+        common = [(n, p) for n, p in named.parameters if n not in local]
         ours = [(n, p) for n, p in common if self._held is None or id(p) in self._held]
         trained = [(n, p) for n, p in ours if p.requires_grad]
         taking_part = [(n, p) for n, p in trained if named.participation.get(n, Average.name) in EXCHANGED]
-        own = [(n, p) for n, p in named.parameters if n in self.local_names]
+        own = [(n, p) for n, p in named.parameters if n in local]
         self.by_policy = by_policy(named.participation, own + trained)
         following = [(n, p) for n, p in trained if n in self.by_policy.get(Broadcast.name, ())]
         if not any(parameter.numel() for _, parameter in taking_part):

@@ -708,6 +708,32 @@ def kinds_of_variables(center: str) -> Any:
     return results
 
 
+@on_all("window", "service")
+def adopted_in_fit(center: str) -> Any:
+    """A backbone that is thawed after finalize(), and the model compiled again; bits of the final center."""
+    keras.utils.set_random_seed(hvd.rank())
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, trainable=False), keras.layers.Dense(1)])
+    inner = keras.optimizers.SGD(0.01, momentum=0.5)
+    optimizer = hvdp.ElasticAverageOptimizer(inner, model, 2, asynchronous=True, center=center)
+    x = np.random.default_rng(hvd.rank()).normal(size=(10, 3))
+
+    def fit() -> None:
+        model.fit(x, x.sum(axis=1) * hvd.rank() + 1, batch_size=2, verbose=0, shuffle=False)
+
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    fit()
+    early = attempt(optimizer.adopt)
+    optimizer.finalize()
+    model.layers[0].trainable = True
+    optimizer.adopt()
+    came = bits(model.layers[0].weights)
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    fit()
+    optimizer.finalize()
+    with optimizer.center():
+        return [early, came, bits(model.layers[0].weights), bits(model.layers[1].weights)]
+
+
 @on_all("window")
 def several(center: str) -> Any:
     """Two optimizers at once, one of a root of its own, one of a process set; a rank that compiles and one that does

@@ -22,6 +22,7 @@ OF_ONE = (
     *("one_worker", "one_worker_in_fit", "left_out_in_turn", "resume", "resume_where_the_root_had_no_data"),
     *("loaded_and_saved_without_training", "resume_of_a_synchronizer", "callbacks", "overflow_on_one_rank"),
     *("embeddings_and_statistics", "kinds_of_variables", "several", "first_calls", "refusals"),
+    "adopted_in_fit",
 )
 """What one rank alone shows, or what does not depend on their number."""
 
@@ -216,6 +217,14 @@ def test_a_loaded_model_keeps_its_center_until_it_is_trained(ranks: list[dict[st
             assert report["again"] == report["attached"] == report["expected"], mode
             assert report["read"] == ""
             assert report["center"] == report["expected"], mode
+
+
+def test_adopted_in_fit(ranks: list[dict[str, Any]]) -> None:
+    for mode, reports in by_mode(ranks, "adopted_in_fit"):
+        for early, came, *center in reports:
+            assert "adopt() is not available before finalize() in asynchronous training or with a quorum" in early, mode
+            assert came == reports[0][1] != center[0], mode
+            assert center == reports[0][2:], mode
 
 
 def test_callbacks(ranks: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import Scenarios, attempt, column, stop_until
 from tests.parallel.tiers import thorough
-from tests.unit.test_quorum import CURVATURE, MINIMUM, PERIOD, RATE, SETS, TABLE
+from tests.unit.test_quorum import ADOPTED, CURVATURE, MINIMUM, PERIOD, RATE, SETS, TABLE, check_adopted
 
 hvd = pytest.importorskip("tests.parallel.torch_job").hvd
 
@@ -322,6 +322,38 @@ def test_options_in_rounds_of_all_are_as_synchronously(ranks: list[dict[str, Any
 
 
 @scenario
+def adopted() -> Any:
+    """After finalize() another parameter comes, or none: the center of x after that, and of both at the end."""
+    results = {}
+    for comes in (False, True):
+        x, optimizer = quadratic(hvdp.DiLoCo())
+        y = torch.nn.Parameter(torch.full((2,), 1.0 + hvd.rank(), dtype=torch.float64))
+        optimizer.synchronizer.exchanger.replay(ADOPTED)
+        hvd.allgather_object(None)
+        for members in ADOPTED[:2]:
+            if hvd.rank() in members:
+                period(x, optimizer)
+        optimizer.finalize()
+        trained = [("x", x)]
+        if comes:
+            optimizer.add_param_group({"params": [y]})
+            trained.append(("y", y))
+            optimizer.adopt(trained)
+        before = center_of(x, optimizer), y.tolist()
+        if hvd.rank() in ADOPTED[3]:
+            y.grad = torch.ones_like(y)
+            period(x, optimizer)
+        optimizer.finalize()
+        with optimizer.center():
+            results["comes" if comes else "alone"] = [*before, x.item(), y.tolist()]
+    return results
+
+
+def test_adopted_after_finalize(ranks: list[dict[str, Any]]) -> None:
+    check_adopted(column(ranks, "adopted"))
+
+
+@scenario
 def refusals() -> Any:
     x = torch.nn.Parameter(torch.zeros(2))
     layer = torch.nn.Linear(2, 2)
@@ -366,7 +398,7 @@ def test_refusals(ranks: list[dict[str, Any]]) -> None:
         "center_device": "`quorum` is not available with `center_device`",
         "trainer": "`quorum` is not available in a trainer",
         "copy": "A synchronizer with a quorum cannot be copied or pickled",
-        "adopt": "adopt() is not available with a quorum",
+        "adopt": "adopt() is not available before finalize() in asynchronous training or with a quorum",
         "buffers": "buffers='broadcast' is for synchronous exchange",
     }
     for name, text in expected.items():

@@ -14,7 +14,7 @@ import pytest
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import Scenarios, attempt, column, repeated
 from tests.parallel.tiers import thorough
-from tests.unit.test_quorum import CURVATURE, MINIMUM, PERIOD, RATE, SETS, TABLE
+from tests.unit.test_quorum import ADOPTED, CURVATURE, MINIMUM, PERIOD, RATE, SETS, TABLE, check_adopted
 
 hvd = pytest.importorskip("tests.parallel.tensorflow_job").hvd
 
@@ -58,7 +58,7 @@ class Trainer:
     def __init__(
         self, algorithm: Any, compiled: bool, model: Any = None, start: bool = True, local: Any = None, **options: Any
     ) -> None:
-        self.poison = tf.Variable(0.0, dtype="float64")
+        self.poison, self.others = tf.Variable(0.0, dtype="float64"), list[Any]()
         if model is None:
             layer = keras.layers.Dense(1, use_bias=False, dtype="float64", name="x")
             model = keras.Sequential([keras.Input((1,)), layer], name="model")
@@ -81,7 +81,8 @@ class Trainer:
 
     def step(self) -> None:
         h, b = CURVATURE[hvd.rank()], MINIMUM[hvd.rank()]
-        self.optimizer.apply_gradients([(h * (tf.convert_to_tensor(self.x) - b) + self.poison, self.x)])
+        of_others = [(tf.ones(v.shape, v.dtype), v) for v in self.others]
+        self.optimizer.apply_gradients([(h * (tf.convert_to_tensor(self.x) - b) + self.poison, self.x), *of_others])
 
     def center(self) -> float:
         with self.optimizer.center():
@@ -275,6 +276,36 @@ def test_fit_goes_on_without_a_slow_rank(ranks: list[dict[str, Any]]) -> None:
 
 
 @scenario
+def adopted() -> Any:
+    """After finalize() another variable comes, or none, in compiled steps; as in ``test_quorum.py``."""
+    results = {}
+    for comes in (False, True):
+        trainer = Trainer(DiLoCo(), compiled=True)
+        y = keras.Variable([1.0 + hvd.rank()] * 2, dtype="float64", name="y")
+        trainer.replay(ADOPTED)
+
+        for members in ADOPTED[:2]:
+            for _ in range(PERIOD if hvd.rank() in members else 0):
+                trainer.take()
+        trainer.optimizer.finalize()
+        if comes:
+            trainer.optimizer.adopt([trainer.x, y])
+            trainer.others.append(y)
+            trainer.take = tf.function(trainer.step)
+        before = trainer.center(), y.numpy().tolist()
+        for _ in range(PERIOD if hvd.rank() in ADOPTED[3] else 0):
+            trainer.take()
+        trainer.optimizer.finalize()
+        with trainer.optimizer.center():
+            results["comes" if comes else "alone"] = [*before, float(trainer.x.numpy()[0, 0]), y.numpy().tolist()]
+    return results
+
+
+def test_adopted_after_finalize(ranks: list[dict[str, Any]]) -> None:
+    check_adopted(column(ranks, "adopted"))
+
+
+@scenario
 def refusals() -> Any:
     def make(wrap: Any = lambda inner: inner, constraint: Any = None, **options: Any) -> str:
         layer = keras.layers.Dense(1, kernel_constraint=constraint)
@@ -315,7 +346,7 @@ def test_refusals(ranks: list[dict[str, Any]]) -> None:
         "inner level": "`quorum` is not available for several levels of optimizers",
         "phase": "`quorum` cannot begin with a phase",
         "constraint": "has a constraint, which a center of asynchronous exchange",
-        "adopt": "adopt() is not available with a quorum",
+        "adopt": "adopt() is not available before finalize() in asynchronous training or with a quorum",
     }
     for name, text in expected.items():
         for found in column(ranks, "refusals", name):

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hvd_periodic.numpy import SGD, NumpyReplica, PeriodicOptimizer
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from tests.covering import covering
 from tests.helpers import Array, errors, run_ranks
+from tests.unit.test_quorum import ADOPTED
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "average": Averaging,
@@ -352,11 +354,71 @@ def test_after_finalize_of_asynchronous_training(algorithm: str, place: str, mon
         assert found["end"] == together[0]["end"]
 
 
-def test_asynchronous_training_is_refused_before_finalize() -> None:
+QUORUM: dict[str, tuple[str, dict[str, Any]]] = {
+    "average": ("average", {"weight": "steps"}),
+    "diloco": ("diloco", {"staleness_power": 0.5}),
+    "slowmo": ("slowmo", {"max_message_norm": 1.0, "max_mean_norm": 0.5}),
+    "bmuf": ("bmuf", {"compression": Compression.topk(0.5)}),
+    "easgd": ("easgd", {}),
+    "easgd, topk": ("easgd", {"compression": Compression.topk(0.5)}),
+    "agn": ("agn", {"nonfinite": "skip"}),
+}
+
+
+@pytest.mark.parametrize("case", QUORUM)
+def test_after_finalize_with_a_quorum(case: str) -> None:
+    """What stays trains as if it were alone, in the same rounds, some of which are replayed after adopt()."""
+    algorithm, options = QUORUM[case]
+
+    def job(comm: Communicator, alone: bool) -> dict[str, Any]:
+        model, rank = started(), comm.rank
+        w, v, u = model["w"], model["v"], np.full(3, 1.0 + rank)
+        first = {"w": w} if alone else {"v": v, "w": w}
+        optimizer = made(comm, first, algorithm, quorum=2, **options)
+        optimizer.synchronizer.begin()
+        optimizer.synchronizer.exchanger.replay(ADOPTED)  # type: ignore[attr-defined]
+        comm.allgather_object(None, "replayed")
+
+        def rounds(numbers: range, trained: dict[str, Array]) -> None:
+            for members in (ADOPTED[number] for number in numbers):
+                train(optimizer, trained, rank, PERIOD if rank in members else 0)
+            optimizer.finalize()
+
+        rounds(range(2), first)  # Rank 1 has no steps of the second round; finalize() is the third.
+        found: dict[str, Any] = {"before": [w.tolist(), of_center(optimizer, first)["w"]]}
+        if not alone:
+            optimizer.adopt({"w": w})
+        found |= {"adopted": [w.tolist(), of_center(optimizer, {"w": w})["w"]], "left": v.tolist()}
+        now = {"w": w} if alone else {"u": u, "w": w}
+        if not alone:
+            optimizer.adopt(now)
+        found |= {"came": u.tolist(), "center": of_center(optimizer, now)}
+        train(optimizer, now, rank, PERIOD)  # Rank 0 comes too, and is in the fifth round.
+        optimizer.finalize()
+        pushes = optimizer.synchronizer.state_dict()["pushes"]
+        return found | {"end": of_center(optimizer, now), "w": w.tolist(), "pushes": pushes}
+
+    together, alone = (run_ranks(3, partial(job, alone=each)) for each in (False, True))
+    for found, by_itself in zip(together, alone, strict=True):
+        assert found["before"] == found["adopted"]
+        assert found["pushes"] | {"windows": [], "speeds": []} == by_itself["pushes"] | {"windows": [], "speeds": []}
+        if not options.keys() & {"compression", "max_mean_norm"}:  # These choose and bound over all parameters.
+            np.testing.assert_allclose(found["before"], by_itself["before"], rtol=1e-12, atol=0)
+            np.testing.assert_allclose(found["end"]["w"], by_itself["end"]["w"], rtol=1e-12, atol=0)
+            np.testing.assert_allclose(found["w"], by_itself["w"], rtol=1e-12, atol=0)
+        assert found["left"] == together[0]["left"]
+        assert found["came"] == found["center"]["u"] == [1.0, 1.0, 1.0]
+        assert found["end"] == together[0]["end"]
+
+
+@pytest.mark.parametrize("kind", [{"asynchronous": True}, {"quorum": 1}])
+def test_it_is_refused_before_finalize(kind: dict[str, Any]) -> None:
     def job(comm: Communicator) -> None:
         model = started()
-        optimizer = made(comm, model, "easgd", asynchronous=True)
-        text = r"adopt\(\) is not available in asynchronous training before its finalize\(\): call finalize"
+        optimizer = made(comm, model, "easgd", **kind)
+        text = (
+            r"adopt\(\) is not available before finalize\(\) in asynchronous training or with a quorum: call finalize"
+        )
         for steps in (1, 0):
             train(optimizer, model, comm.rank, steps)
             with pytest.raises(RuntimeError, match=text):
@@ -372,13 +434,17 @@ def test_asynchronous_training_is_refused_before_finalize() -> None:
     run_ranks(2, job)
 
 
-def test_a_quorum_is_refused() -> None:
+def test_it_is_refused_once_a_rank_has_died() -> None:
     def job(comm: Communicator) -> None:
         model = started()
-        optimizer = made(comm, model, "easgd", quorum=1)
-        with pytest.raises(RuntimeError, match=r"adopt\(\) is not available with a quorum"):
-            optimizer.adopt(model)
+        optimizer = made(comm, model, "easgd", asynchronous=True)
+        train(optimizer, model, comm.rank, 1)
         optimizer.finalize()
+        with (
+            patch.object(comm, "dead_ranks", lambda: [1]),
+            pytest.raises(RuntimeError, match=r"adopt\(\) is not available after ranks have died"),
+        ):
+            optimizer.adopt(model)
 
     run_ranks(2, job)
 
@@ -400,8 +466,5 @@ def test_no_option_is_forgotten() -> None:
     """A synchronizer is constructed again with all options, but for those of the replica and those refused."""
     options = inspect.signature(ReplicaSynchronizer).parameters.keys()
     optimizer = made(None, started(), "average")  # type: ignore[arg-type]
-    of_replica, refused = (
-        {"replica", "outer", "rates", "local_optimizer"},
-        {"quorum"},
-    )
-    assert optimizer.synchronizer.arguments().keys() | of_replica | refused | {"journal"} == options
+    of_replica = {"replica", "outer", "rates", "local_optimizer"}
+    assert optimizer.synchronizer.arguments().keys() | of_replica | {"journal"} == options

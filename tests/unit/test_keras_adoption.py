@@ -54,6 +54,17 @@ def started() -> dict[str, Any]:
     return {name: variable(name, values) for name, values in START.items()}
 
 
+class WithPeers(Delegate):
+    """Hands on also what ranks need that exchange at steps of their own."""
+
+    processes = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("shares_memory", "shared_memory", "messages"):
+            return getattr(self._other, name)
+        return super().__getattribute__(name)
+
+
 def made(comm: Communicator, trained: dict[str, Any], algorithm: str, local: Any = None, **options: Any) -> Any:
     if algorithm == "agn":
         options["outer_optimizer"] = keras.optimizers.SGD(0.1, momentum=0.9)
@@ -62,7 +73,7 @@ def made(comm: Communicator, trained: dict[str, Any], algorithm: str, local: Any
         None,
         ALGORITHMS[algorithm](),
         PERIOD,
-        process_set=Delegate(comm),
+        process_set=WithPeers(comm),
         **options,
     )
     optimizer.build(list(trained.values()))
@@ -177,6 +188,72 @@ def test_variables_leave_come_and_stay(algorithm: str, way: str) -> None:
         assert found["end"] == together[0]["end"]
         assert found["counters"] == 4 * PERIOD + 3
         assert found["shapes"][0] == found["shapes"][1]
+
+
+def in_turn(comm: Communicator, work: Callable[[], Any]) -> None:
+    """Let ranks work one after another, so that they push in the same order in every run."""
+    for rank in range(comm.size):
+        if rank == comm.rank:
+            work()
+        comm.allgather_object(None, "in turn")
+
+
+APART: dict[str, dict[str, Any]] = {
+    "window": {"asynchronous": True},
+    "service": {"asynchronous": True},
+    "sharded": {"asynchronous": True, "center": "sharded"},
+    "compiled": {"asynchronous": True},
+    "quorum": {"quorum": 2, "grace_seconds": 1e3},
+}
+
+
+@pytest.mark.parametrize(("algorithm", "way"), covering(ALGORITHMS, APART, together=1))
+def test_after_finalize_where_ranks_are_at_steps_of_their_own(
+    algorithm: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stays trains as if it were alone, what leaves takes the center, and what comes starts from the root's."""
+    monkeypatch.setenv("HVD_PERIODIC_TRANSPORT", "window" if way in ("window", "compiled") else "service")
+    compiled = way == "compiled"
+
+    def job(comm: Communicator, alone: bool) -> dict[str, Any]:
+        trained, rank = started(), comm.rank
+        w, v, u = trained["w"], trained["v"], variable("u", np.full(3, 1.0 + rank))
+        first = {"w": w} if alone else {"v": v, "w": w}
+        optimizer = made(comm, first, algorithm, **APART[way])
+        optimizer._lifecycle.open()
+
+        def take(trained: dict[str, Any], steps: int) -> None:
+            if way == "quorum":
+                train(optimizer, trained, rank, steps)
+            else:
+                in_turn(comm, lambda: train(optimizer, trained, rank, steps, compiled))
+            optimizer.finalize()
+
+        take(first, 2 * PERIOD)
+        found: dict[str, Any] = {"before": [w.numpy().tolist(), of_center(optimizer, first)["w"]]}
+        if not alone:
+            optimizer.adopt([w])
+        found["adopted"] = [w.numpy().tolist(), of_center(optimizer, {"w": w})["w"]]
+        found["left"] = v.numpy().tolist()
+        take({"w": w}, PERIOD)
+        now = {"w": w} if alone else {"u": u, "w": w}
+        if not alone:
+            optimizer.adopt(list(now.values()))
+        found |= {"came": u.numpy().tolist(), "center": of_center(optimizer, now)}
+        take(now, 2 * PERIOD)
+        pushes = optimizer.synchronizer.state_dict()["pushes"]["pushes"]
+        return found | {"end": of_center(optimizer, now), "w": w.numpy().tolist(), "pushes": pushes}
+
+    ranks = 1 if compiled else 3  # Threads of compiled steps would wait for each other.
+    together, alone = (run_ranks(ranks, partial(job, alone=each)) for each in (False, True))
+    for found, by_itself in zip(together, alone, strict=True):
+        assert found["before"] == found["adopted"]
+        for key in ("before", "w", "pushes"):
+            np.testing.assert_allclose(found[key], by_itself[key], rtol=1e-12, atol=0)
+        np.testing.assert_allclose(found["end"]["w"], by_itself["end"]["w"], rtol=1e-12, atol=0)
+        assert found["left"] == together[0]["left"]
+        assert found["came"] == found["center"]["u"] == [1.0, 1.0, 1.0]
+        assert found["end"] == together[0]["end"]
 
 
 @pytest.mark.parametrize("center", ["replicated", "sharded"])
@@ -335,5 +412,7 @@ def test_where_it_is_not_available() -> None:
         nested.adopt([w])
     alone = hvdp.ElasticAverageOptimizer(keras.optimizers.SGD(0.1), None, 2, asynchronous=True, **here)
     alone.build([w])
-    with pytest.raises(RuntimeError, match=r"adopt\(\) is not available with asynchronous=True"):
+    with pytest.raises(
+        RuntimeError, match=r"adopt\(\) is not available before finalize\(\) in asynchronous training or with"
+    ):
         alone.adopt([w])

@@ -29,6 +29,19 @@ CURVATURE, MINIMUM, RATE, PERIOD = (0.5, 1.0, 2.0), (3.0, -1.0, 0.5), 0.1, 2
 SETS = [[0, 1], [0, 1, 2], [1, 2], [0, 1, 2]]
 
 
+ADOPTED = [[0, 1, 2], [0, 2], [0, 1, 2], [1, 2], [0, 1, 2]]
+"""Rounds, of which the third and the fifth are those of finalize(); after the third, another parameter comes."""
+
+
+def check_adopted(reports: Sequence[Any]) -> None:
+    """Check what ranks report of these rounds: center and newcomer after the third, and the center at the end."""
+    for report in reports:
+        assert report["comes"][:2] == [report["alone"][0], [1.0, 1.0]]
+        assert report["comes"][2] == pytest.approx(report["alone"][2], rel=1e-12)
+        assert report["comes"] == reports[0]["comes"]
+        assert report["comes"][3][0] < 1.0
+
+
 class Trainer:
     """A worker on its quadratic."""
 

@@ -54,12 +54,6 @@ def test_optimizers_whose_ranks_cannot_change(nested: bool) -> None:
         hvdp.elastic.State(model, keras.optimizers.SGD(0.1), other=made)
 
 
-def test_local_parameters_are_refused() -> None:
-    made = optimizer(network(), parameters=lambda name, _: "local" if "bias" in name else None)
-    with pytest.raises(ValueError, match="`optimizer` has 'local' `parameters`, which are for elastic jobs of PyTorch"):
-        hvdp.elastic.State(network(), made)
-
-
 def test_when_to_commit() -> None:
     model, plain = network(), keras.optimizers.SGD(0.1)
     with pytest.raises(ValueError, match=r"`commit` must be 'call' or 'exchange'\. Received: 'sometimes'"):

@@ -256,6 +256,74 @@ def test_a_rank_is_lost_in_the_first_sync(center: str, everywhere: bool, ahead: 
         assert ([zero, one], end) == ([expected[0], expected[everywhere]], other_end)
 
 
+@pytest.mark.parametrize("center", ["sharded", thorough("replicated"), thorough("root")])
+def test_local_parameters_stay_with_their_worker(center: str) -> None:
+    """Of any shape, with their momentum: commits hold them, and a worker that joins has those it was made with."""
+
+    def head_of(value: float) -> Callable[[], Worker]:
+        def make() -> Worker:
+            with CONSTRUCTING:
+                head = keras.layers.Dense(HERE.communicator.rank + 1, dtype="float64", name="head", use_bias=False)
+                body = keras.layers.Dense(5, dtype="float64", name="body", use_bias=False, kernel_initializer="zeros")
+                x = keras.Input((1,))
+                model = keras.Model(x, [head(x), body(x)], name="model")
+                head.kernel.assign(np.full(head.kernel.shape, value))
+                local = keras.optimizers.SGD(0.125, momentum=0.5)
+                optimizer = hvdp.PeriodicOptimizer(
+                    *(local, model, hvdp.DiLoCo, PERIOD),
+                    process_set=HERE.communicator,
+                    center=center,
+                    parameters={"*head*": "local"},
+                )
+                return Worker(model, optimizer, local, hvdp.elastic.State(model, optimizer, batch=0))
+
+        return make
+
+    def train(worker: Worker, steps: int) -> None:
+        head, body = worker.model.trainable_variables
+        for _ in range(steps):
+            worker.optimizer.apply([tf.ones(head.shape, "float64"), body - float(HERE.communicator.rank + 1)])
+            worker.state.batch += 1
+
+    def found(worker: Worker) -> Any:
+        with worker.optimizer.center():
+            center = worker.model.get_weights()[1].ravel().tolist()
+        momentum = worker.optimizer.inner.variables[2].numpy().ravel().tolist()
+        head, x = (weights.ravel().tolist() for weights in worker.model.get_weights())
+        return worker.state.batch, head, momentum, x, center
+
+    def first(worker: Worker) -> Any:
+        worker.state.sync()
+        train(worker, 3)
+        worker.state.commit()
+        committed = found(worker)
+        train(worker, 1)
+        return worker, committed
+
+    def again(worker: Worker) -> Any:
+        worker.begin_again()
+        at_once = found(worker)
+        train(worker, 1)
+        return at_once, worker.model.get_weights()
+
+    (zero, committed), _, (two, of_last) = together([head_of(1.0), head_of(2.0), head_of(3.0)], first)
+    moved = 0.125 * (1 + 1.5 + 1.75)
+    assert (committed[1:3], of_last[1:3]) == (([1 - moved], [-0.21875]), ([3 - moved] * 3, [-0.21875] * 3))
+    joined, at_center = head_of(4.0), committed[-1]
+    results = together([zero, joined, two], again)
+    assert [at_once for at_once, _ in results] == [
+        committed,
+        (3, [4.0] * 2, [0.0] * 2, at_center, at_center),
+        of_last,
+    ]
+    assert [weights[0].ravel().tolist() for _, weights in results] == [
+        [1 - moved - 0.234375],
+        [3.875] * 2,
+        [3 - moved - 0.234375] * 3,
+    ]
+    assert len({str(weights[1]) for _, weights in results}) == 1
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("inside", [hvdp.EASGD, hvdp.DiLoCo])
 def test_a_rank_is_lost_in_sync_by_groups(inside: Any) -> None:

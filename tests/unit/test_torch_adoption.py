@@ -163,7 +163,7 @@ def test_after_finalize_of_asynchronous_training(algorithm: str) -> None:
         model = Net()
         model.v.requires_grad = not alone
         optimizer = made(comm, model, algorithm, asynchronous=True)
-        assert "before its finalize" in optimizer.synchronizer.adoption_refusal()
+        assert "before finalize()" in optimizer.synchronizer.adoption_refusal()
         optimizer.synchronizer.begin()
         for part in range(2):
             for rank in range(comm.size):
@@ -243,12 +243,13 @@ def test_pairs_need_the_model() -> None:
     train(optimizer, model, 0, 3)
 
 
-def test_kinds_of_training_that_can_never_adopt_say_so_before_they_begin() -> None:
+def test_kinds_of_training_that_cannot_adopt_yet_say_so_before_they_begin() -> None:
     def job(comm: Communicator) -> None:
         assert made(comm, Net(), "easgd").synchronizer.adoption_refusal() is None
-        never = made(comm, Net(), "easgd", quorum=1)
-        assert never.synchronizer.adoption_refusal() == "with a quorum"
-        never.finalize()
+        later = made(comm, Net(), "easgd", quorum=1)
+        assert later.synchronizer.adoption_refusal() == ("before finalize() in asynchronous training or with a quorum")
+        later.finalize()
+        assert later.synchronizer.adoption_refusal() is None
 
     run_ranks(2, job)
 
