@@ -312,7 +312,7 @@ def expected(
         forgetting: of each stretch, the ranks that begin it without what they have not sent of sums. Between two
             stretches, the ranks may have changed more than once, before any exchange.
     """
-    center, momentum = np.zeros(SIZE), np.zeros(SIZE)
+    center, momentum, mean = np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
     workers: dict[int, Worker] = {}
     ends = [*(step for step, _ in stretches[1:]), steps]
     due, hops = 0, int8 * (1 if overlap else 2)
@@ -320,7 +320,7 @@ def expected(
         before, workers = workers, {process: workers.get(process) or Worker(center.copy()) for process in processes}
         for process in workers.keys() - before.keys() if before else ():
             giver = next(before[process] for process in processes if process in before)
-            workers[process].mean = giver.mean
+            workers[process].mean = mean
             if gives_velocity:
                 workers[process].velocity = giver.velocity
         for rank, worker in enumerate(workers.values()):
@@ -341,9 +341,9 @@ def expected(
                 worker.x = worker.x - RATE * worker.velocity
                 worker.mean = (worker.mean + target(rank, step)) / 2
             for host in hosts if inner and (step + 1) % INNER_PERIOD == 0 else ():
-                moved, mean = exchanged(inner, *host[0].inner, host), sum(worker.mean for worker in host) / len(host)
+                moved, of_host = exchanged(inner, *host[0].inner, host), sum(worker.mean for worker in host) / len(host)
                 for worker in host:
-                    worker.inner, worker.mean = moved, mean
+                    worker.inner, worker.mean = moved, of_host
             part = exchanged_at(step + 1, fragments)
             for worker in workers.values() if part is not None or step + 1 == due else ():
                 worker.land(center)
@@ -351,7 +351,8 @@ def expected(
                 everyone = list(workers.values())
                 center, momentum = exchanged(algorithm, center, momentum, everyone, part, overlap > 0, hops)
                 due = step + 1 + overlap
-                mean = sum(worker.mean for worker in workers.values()) / len(workers)
+            if (step + 1) % PERIOD == 0:  # Statistics are exchanged with the last part.
+                mean = np.sum([worker.mean for worker in workers.values()], axis=0) / len(workers)
                 for worker in workers.values():
                     worker.mean = mean
     for worker in workers.values():

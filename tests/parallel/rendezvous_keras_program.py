@@ -31,10 +31,19 @@ from tests.parallel.rendezvous_worker import arrive, happen
 def main(scenario: Scenario, number: int) -> None:
     """Train."""
     keras.config.set_floatx("float64")
-    model, mean = point_and_mean()
+    model, mean = point_and_mean(scenario.fragments)
     algorithms = {"averaging": hvdp.Averaging, "diloco": hvdp.DiLoCo, "easgd": hvdp.EASGD, "agn": hvdp.AGN}
     local = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
-    optimizer = hvdp.PeriodicOptimizer(local, model, algorithms[scenario.algorithm](), PERIOD, center=scenario.center)
+    optimizer = hvdp.PeriodicOptimizer(
+        local,
+        model,
+        algorithms[scenario.algorithm](),
+        PERIOD,
+        center=scenario.center,
+        overlap=scenario.overlap,
+        fragments=scenario.fragments,
+        compression=hvdp.Compression.int8 if scenario.int8 else hvdp.Compression.none,
+    )
     model.compile(optimizer, loss=half_square, jit_compile=False)
     state = hvdp.elastic.State(model, commit="exchange", batch=0)
 
@@ -68,10 +77,9 @@ def main(scenario: Scenario, number: int) -> None:
         return "done"
 
     assert train(state) == "done"
-    point = model.trainable_variables[0]
-    replica = point.numpy().tolist()
+    replica = values(model)
     with optimizer.center():
-        center = point.numpy().tolist()
+        center = values(model)
     end(
         dist.get_rank(),
         x=replica,
@@ -80,6 +88,12 @@ def main(scenario: Scenario, number: int) -> None:
         steps=optimizer.synchronizer.local_steps,
         batch=state.batch,
     )
+
+
+def values(model: keras.Model) -> list[float]:
+    """Return all parameters."""
+    found: list[float] = np.concatenate([variable.numpy() for variable in model.trainable_variables]).tolist()
+    return found
 
 
 if __name__ == "__main__":

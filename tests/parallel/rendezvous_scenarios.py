@@ -70,7 +70,9 @@ HANGING = {
 
 KERAS = {
     "averaging, in fit": Scenario("averaging", workers=2, wait_size=1, loop="fit"),
-    "diloco, in an eager loop": Scenario("diloco", workers=2, wait_size=1, loop="eager"),
+    "diloco, with fragments of 8 bits in flight, in an eager loop": Scenario(
+        "diloco", workers=2, wait_size=1, fragments=2, overlap=2, int8=True, loop="eager"
+    ),
 }
 """Jobs of Keras."""
 
