@@ -329,13 +329,17 @@ def run_script(name: str, *arguments: str, stderr: int = subprocess.PIPE) -> sub
     ],
 )
 def test_launch_scripts(name: str, ranks: int, where: str, script: Path, tmp_path: Path) -> None:
-    """Nothing precedes the lines of ranks, which see the terminal, if there is one; and the exit code is theirs."""
+    """Nothing precedes the lines of ranks, which see the terminal, if there is one."""
     with error_stream(where) as stderr:
         finished = run_script(name, str(ranks), str(script), str(tmp_path), "0", stderr=stderr)
     assert finished.returncode == 0, finished.stdout + str(finished.stderr)
     assert finished.stdout == f"{where}\n" * ranks
     assert sorted(file.name for file in tmp_path.glob("* of *")) == [f"{rank} of {ranks}" for rank in range(ranks)]
-    assert run_script(name, str(ranks), str(script), str(tmp_path), "3").returncode == 3
+
+
+@pytest.mark.parametrize("name", ["local_mpirun.sh", thorough("local_horovodrun.sh")])
+def test_the_exit_code_is_that_of_the_ranks(name: str, script: Path, tmp_path: Path) -> None:
+    assert run_script(name, "2", str(script), str(tmp_path), "3").returncode == 3
 
 
 @pytest.mark.parametrize(
