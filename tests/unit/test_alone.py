@@ -94,7 +94,8 @@ def of_keras(monkeypatch: pytest.MonkeyPatch, process_set: Any = None) -> Any:
     without_horovod("tensorflow", monkeypatch)
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(hvdp.ElasticAverageOptimizer(keras.optimizers.SGD(0.1), model, 3, process_set=process_set), "mse")
+    optimizer = hvdp.ElasticAverageOptimizer(keras.optimizers.SGD(0.1), model, 3, process_set=process_set)
+    model.compile(optimizer, "mse", run_eagerly=True)
     model.fit(np.ones((7, 2)), np.ones(7), 1, verbose=0)
     model.optimizer.finalize()
     return [weight.tolist() for weight in model.get_weights()], model.optimizer

@@ -140,7 +140,7 @@ def test_the_same_set_right_after_an_exchange_changes_nothing(algorithm: str, wa
     def job(comm: Communicator, adopts: bool) -> list[Any]:
         trained = started()
         optimizer = made(comm, trained, algorithm, **WAYS[way])
-        seen = train(optimizer, trained, comm.rank, 2 * PERIOD, compiled)
+        seen = train(optimizer, trained, comm.rank, PERIOD, compiled)
         optimizer.synchronizer.sync()
         optimizer.synchronizer.land()
         before = optimizer.synchronizer.rounds
@@ -149,7 +149,7 @@ def test_the_same_set_right_after_an_exchange_changes_nothing(algorithm: str, wa
             optimizer.adopt(list(trained.values()))
             assert [(x.name, x.shape) for x in optimizer.variables] == listed
         assert optimizer.synchronizer.rounds == before
-        seen += train(optimizer, trained, comm.rank, 3 * PERIOD, compiled)
+        seen += train(optimizer, trained, comm.rank, 2 * PERIOD, compiled)
         optimizer.finalize()
         return [*seen, of_center(optimizer, trained), optimizer.synchronizer.rounds]
 
@@ -306,8 +306,8 @@ LOCAL: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("algorithm", "local"), covering(["diloco", "agn"], LOCAL, together=1))
-def test_layers_are_thawed_in_mid_run(algorithm: str, local: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("algorithm", "local", "eager"), covering(["diloco", "agn"], LOCAL, [True, False], together=1))
+def test_layers_are_thawed_in_mid_run(algorithm: str, local: str, eager: bool, tmp_path: Path) -> None:
     """The optimizer's state of the head is kept; a model saved afterwards goes on."""
     model = network()
     model.layers[0].trainable = False
@@ -315,13 +315,14 @@ def test_layers_are_thawed_in_mid_run(algorithm: str, local: str, tmp_path: Path
     optimizer = hvdp.PeriodicOptimizer(
         LOCAL[local](), model, ALGORITHMS[algorithm](), 2, process_set=LocalCommunicator(), **options
     )
-    model.compile(optimizer, loss="mse", jit_compile=False, auto_scale_loss=False)
+    compiled: dict[str, Any] = {"run_eagerly": eager, "jit_compile": False, "auto_scale_loss": False}
+    model.compile(optimizer, loss="mse", **compiled)
     fit(model)
     head = [x.numpy().tolist() for x in model.layers[1].weights]
     before = {x.path: x.numpy().tolist() for x in optimizer.variables if "head" in x.path}
     model.layers[0].trainable = True
     with pytest.raises(ValueError, match=r"Unknown variable '.*backbone/kernel'.*call adopt\(\) on all ranks"):
-        model.compile(optimizer, loss="mse", jit_compile=False, auto_scale_loss=False)
+        model.compile(optimizer, loss="mse", **compiled)
         fit(model)
     iterations = int(optimizer.iterations.numpy())
     optimizer.adopt()

@@ -94,11 +94,14 @@ def test_parameters_without_gradients_that_are_assigned(
 
 
 @pytest.mark.parametrize(
-    ("buffers", "built"), covering([None, {"ema/*": "local"}, {"ema/*": "average"}], [True, False], together=1)
+    ("buffers", "built", "eagerly"),
+    covering([None, {"ema/*": "local"}, {"ema/*": "average"}], [True, False], [True, False], together=1),
 )
-def test_weights_that_no_exchange_touches(buffers: Any, built: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_no_exchange_touches(
+    buffers: Any, built: bool, eagerly: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Named where the center is read, unless somebody has said what exchanges make of them."""
-    model = trained("agn", built, trainable=False, buffers=buffers)
+    model = trained("agn", built, eagerly, trainable=False, buffers=buffers)
     assert TAKE_PART not in caplog.text
     kept = model.ema_network.get_weights()[0].tolist()
     center(model)

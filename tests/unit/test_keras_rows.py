@@ -44,6 +44,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+COMPILED = [("diloco", True), ("agn", False)]
+"""What every run compiles, with sparse gradients and dense ones."""
+
+
 def variables() -> list[Any]:
     shapes = {"x": (5,), "table": (ROWS, WIDTH)}
     return [
@@ -101,7 +105,13 @@ def test_the_dense_exchange_to_the_bit(algorithm: str, way: str) -> None:
         assert all(fewer < more for (_, fewer), (_, more) in zip(rows, dense, strict=True))
 
 
-@pytest.mark.parametrize(("algorithm", "sparse"), covering(ALGORITHMS, [True, False], together=1))
+@pytest.mark.parametrize(
+    ("algorithm", "sparse"),
+    [
+        *COMPILED,
+        *(thorough(name, sparse) for name in ALGORITHMS for sparse in (True, False) if (name, sparse) not in COMPILED),
+    ],
+)
 def test_compiled_steps(algorithm: str, sparse: bool) -> None:
     found = []
     for parameters, compiled in ((POLICIES, True), (POLICIES, False), (None, True)):
