@@ -84,9 +84,9 @@ class AGN(Algorithm):
     def message(
         self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
     ) -> tuple[V, State[V]]:
-        """Return the normalized accumulated gradient, in the memory of the accumulator."""
+        """Return the normalized accumulated gradient, in the memory of the accumulator or in ``out``."""
         workers = exchange.size if self.op == "average" else 1
-        return space.scale(1.0 / (exchange.gradients * workers), worker["gradient"]), {}
+        return space.scale(1.0 / (exchange.gradients * workers), worker["gradient"], out=out), {}
 
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Return the center, which its optimizer has moved."""

@@ -296,7 +296,8 @@ class TensorGroup(Generic[V]):
             blocks.append(block)
         message = formed[0] if len(blocks) == 1 else buffer
         message = self._replica.space.concatenate(formed) if message is None else message
-        shared = self.messages is self.total or (self._consumed is not None and len(blocks) > 1 and buffer is not None)
+        in_consumed = self._consumed is not None and len(blocks) > 1 and self._replica.reuses_memory
+        shared = self.messages is self.total or (in_consumed and buffer is not None)
         lent = message if shared else blocks[0].worker.get(self._consumed or "")
         weights = self._by_range.weights(self.values.layout, bucket, exchange) if exchange.presence else ()
         name = self._collective(bucket)
@@ -490,7 +491,7 @@ class TensorGroup(Generic[V]):
         consumed = self.algorithm.consumed_state
         if self.messages is not None:
             return self.messages.read(bucket)
-        if consumed is not None and len(self._blocks[bucket.index]) > 1:
+        if consumed is not None and len(self._blocks[bucket.index]) > 1 and self._replica.reuses_memory:
             return self.worker[consumed].view(bucket)
         return self._replica.scratch(bucket, _slot(bucket) + 1)
 

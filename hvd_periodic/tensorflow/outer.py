@@ -49,7 +49,6 @@ class VariableOuterOptimizer(FollowsRate):
         self._values = values
         self._center: Store[Any]
         self._gradient: Store[Any]
-        self._buckets: list[Bucket]
         self._blocks: list[Bucket]
         self._owned: list[int] = []
         self._compiled: tuple[dict[str, object], Callable[..., list[tf.Tensor]]] | None = None
@@ -84,11 +83,11 @@ class VariableOuterOptimizer(FollowsRate):
         self._require_elementwise(center.layout, whole)
         self._moved.cut = bool(center.layout.cut)
         self._moved.bind(self._owners(center.layout), center.tensors(), gradient.tensors())
-        self._center, self._gradient, self._buckets = center, gradient, [b for b in center.layout.buckets if b.size]
+        self._center, self._gradient, buckets = center, gradient, [b for b in center.layout.buckets if b.size]
         if isinstance(center, StoreFragment) and isinstance(gradient, StoreFragment):
             self._center, self._gradient = center.store, gradient.store
-            self._buckets = [self._center.layout.buckets[bucket.index] for bucket in self._buckets]
-        self._blocks = [block for bucket in self._buckets for block in blocks_of(bucket)]
+            buckets = [self._center.layout.buckets[bucket.index] for bucket in buckets]
+        self._blocks = [block for bucket in buckets for block in blocks_of(bucket)]
         self._owned = [owner for owner, _, _ in center.layout.sources]
         self._compiled = None
 
@@ -117,20 +116,20 @@ class VariableOuterOptimizer(FollowsRate):
         constants = self._moved.constants()
         if self._compiled is None or self._compiled[0] != constants:
             self._compiled = constants, self._compile()
-        moved = self._compiled[1](*(as_tensor(self._gradient.read(bucket)) for bucket in self._buckets))
+        moved = self._compiled[1](*(as_tensor(self._gradient.read(block)) for block in self._blocks))
         for block, vector in zip(self._blocks, moved, strict=True):
             self._values.lend(self._center, block, np.asarray(vector))
 
     def _compile(self) -> Callable[..., list[tf.Tensor]]:
-        """Return a function that takes the buckets of the gradient, and returns the blocks of the center."""
+        """Return a function that takes the blocks of the gradient, and returns those of the center."""
 
         def step(*gradient: tf.Tensor) -> list[tf.Tensor]:
-            for bucket, vector in zip(self._buckets, gradient, strict=True):
-                self._gradient.write(bucket, vector)
+            for block, vector in zip(self._blocks, gradient, strict=True):
+                self._gradient.write(block, vector)
             self._moved.step()
             return [self._center.read(block) for block in self._blocks]
 
-        specs = [tf.TensorSpec([bucket.size], bucket.kind) for bucket in self._buckets]
+        specs = [tf.TensorSpec([block.size], block.kind) for block in self._blocks]
         compiled: Callable[..., list[tf.Tensor]] = tf.function(step, autograph=False).get_concrete_function(*specs)
         return compiled
 

@@ -41,7 +41,7 @@ class TensorSpace(VectorSpace[Any]):
             return y
         return tf.convert_to_tensor(y) + x
 
-    def scale(self, a: Any, x: Any) -> Any:
+    def scale(self, a: Any, x: Any, out: Any = None) -> Any:
         """Return ``a x``."""
         return scaled(a, x)
 
@@ -105,9 +105,10 @@ class HostSpace(VectorSpace[np.ndarray]):
             out[place] += y[place]
         return out
 
-    def scale(self, a: float, x: Any) -> np.ndarray:
-        """Return ``a x``."""
-        return np.multiply(x, a, out=empty(x.size, x.dtype))
+    def scale(self, a: float, x: Any, out: np.ndarray | None = None) -> np.ndarray:
+        """Return ``a x``, in ``out`` if it is writable."""
+        fresh = out is None or not out.flags.writeable
+        return np.multiply(x, a, out=empty(x.size, x.dtype) if fresh else out)
 
     def lerp(self, x: Any, y: Any, weight: float) -> np.ndarray:
         """Return ``x + weight (y - x)``, computed in blocks."""

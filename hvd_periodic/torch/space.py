@@ -31,7 +31,7 @@ class TensorSpace(VectorSpace[torch.Tensor]):
         """Add ``a x`` to ``y``."""
         return y.add_(x, alpha=a)
 
-    def scale(self, a: float, x: torch.Tensor) -> torch.Tensor:
+    def scale(self, a: float, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply ``x`` by ``a``."""
         return x.mul_(a)
 
@@ -119,7 +119,7 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
             of_g.add_(torch.sub(of_x, of_y, out=buffer[: of_g.shape[0]]), alpha=a)
         return True
 
-    def scale(self, a: float, x: list[torch.Tensor]) -> list[torch.Tensor]:
+    def scale(self, a: float, x: list[torch.Tensor], out: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Multiply ``x`` by ``a``."""
         foreach.multiply(x, a)
         return x

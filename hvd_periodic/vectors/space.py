@@ -45,8 +45,8 @@ class VectorSpace(Generic[V]):
         """Return ``g + a (x - y)``; may overwrite ``g``."""
         return self.axpy(a, self.sub(x, y), g)
 
-    def scale(self, a: float, x: Any) -> V:
-        """Return ``a x``; may overwrite ``x``."""
+    def scale(self, a: float, x: Any, out: V | None = None) -> V:
+        """Return ``a x``; may overwrite ``x``, or be written into ``out``."""
         result: V = x * a
         return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,11 @@ import keras  # noqa: E402
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
+from hvd_periodic.algorithms import Exchange  # noqa: E402
+from hvd_periodic.tensorflow.communicator import _OF_COMPILED  # noqa: E402
 from hvd_periodic.tensorflow.host_values import HostValues, as_array, as_tensor, empty  # noqa: E402
 from hvd_periodic.tensorflow.hosted import hosted, keeping_errors, original_errors  # noqa: E402
+from hvd_periodic.tensorflow.space import HostSpace  # noqa: E402
 from hvd_periodic.tensorflow.store import ArrayStore, layout_of  # noqa: E402
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES  # noqa: E402
 from tests.conftest import PATIENCE  # noqa: E402
@@ -286,6 +290,34 @@ def test_the_optimizer_of_the_center_is_compiled_again_only_if_its_settings_chan
     assert made._center.constants() == first
     made._center.optimizer.momentum = 0.5
     assert made._center.constants() != first
+
+
+def test_the_message_of_agn_is_formed_in_its_buffer() -> None:
+    gradient, out = np.array([2.0, 4.0], np.float32), empty(2, np.float32)
+    space, exchange = HostSpace(HostValues()), Exchange(size=1, period=2, gradients=2)
+    message, _ = hvdp.AGN().message(space, gradient, {"gradient": gradient}, gradient, exchange, out=out)
+    assert message is out
+    assert out.tolist() == [1.0, 2.0]
+    out.flags.writeable = False
+    message, _ = hvdp.AGN().message(space, gradient, {"gradient": gradient}, gradient, exchange, out=out)
+    assert message is not out
+    assert message.tolist() == [1.0, 2.0]
+
+
+def test_large_gradients_are_passed_one_by_one_to_the_optimizer_of_the_center() -> None:
+    """In one vector, they would have to be split, which copies them."""
+    made = hvdp.AGNOptimizer(keras.optimizers.SGD(0.1), None, 2, process_set=LocalCommunicator())
+    made.build([tf.Variable(tf.zeros(200_000), name=f"p{i}") for i in range(2)])
+    tf.function(made.synchronizer.sync, autograph=False)()
+    _, compiled = made.synchronizer.exchanged.center_optimizer._compiled
+    assert [len(tensor.shape) for tensor in compiled.inputs[:2]] == [1, 1]
+    assert {len(each.outputs) for each in compiled.graph.get_operations() if each.type.startswith("Split")} == {1}
+
+
+def test_two_compiled_collectives_are_in_flight() -> None:
+    both = Barrier(2)
+    futures = [_OF_COMPILED.submit(lambda: both.wait(300)) for _ in range(2)]
+    assert {future.result() for future in futures} == {0, 1}
 
 
 class WithoutTextError(Exception):
