@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.centers.tensor_group import IN_FLIGHT
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.mpi import MPICommunicator
@@ -108,8 +107,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
         if isinstance(buffer, np.ndarray):
             number, tensor = self.tracker.start_collective(), as_tensor(buffer)
             called = self._as_function(run, tensor, key) if several_threads() else run
-            thread = _THREAD if called is run else _OF_COMPILED
-            future = thread.submit(lambda: as_array(called(tensor)))
+            future = _THREAD.submit(lambda: as_array(called(tensor)))
 
             def finish() -> np.ndarray:
                 self.tracker.wait_for(number, future.done)
@@ -162,11 +160,10 @@ class TensorFlowCommunicator(HorovodCommunicator):
         return TensorFlowCommunicator, (process_set,)
 
 
-class _Threads:
-    """Daemon threads that run functions in the order in which they come, as many at once as there are threads."""
+class _Thread:
+    """A daemon thread that runs functions one after another."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._starting, self._started = Lock(), False
 
@@ -174,8 +171,7 @@ class _Threads:
         """Queue a function; return the future of its result or error."""
         with self._starting:
             if not self._started:
-                for _ in range(self._count):
-                    Thread(target=_run_all, args=(self._queue,), name="hvd_periodic collectives", daemon=True).start()
+                Thread(target=_run_all, args=(self._queue,), name="hvd_periodic collectives", daemon=True).start()
                 self._started = True
         future: Future[Any] = Future()
         self._queue.put((future, run))
@@ -193,11 +189,8 @@ def _run_all(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]]) -> None:
         del future, run
 
 
-_THREAD = _Threads(1)
-"""Runs eager collectives on arrays, which are unnamed in Horovod, so that only one may be in flight."""
-
-_OF_COMPILED = _Threads(IN_FLIGHT)
-"""Runs compiled ones: Horovod finds the next when it is done with one, instead of waiting for it for a cycle."""
+_THREAD = _Thread()
+"""Runs collectives on arrays: eager ones are unnamed in Horovod, so that only one may be in flight."""
 
 
 class TensorFlowOverMPI(Staged, MPICommunicator):
