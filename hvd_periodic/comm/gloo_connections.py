@@ -93,8 +93,12 @@ def _address(host: str, port: int) -> str:
 
 def _sockets() -> dict[int, str]:
     """Return the sockets of this process: the link that identifies each, by descriptor."""
-    found = {}
-    for entry in _DESCRIPTORS.iterdir() if _DESCRIPTORS.is_dir() else ():
+    found: dict[int, str] = {}
+    try:
+        entries = list(_DESCRIPTORS.iterdir())
+    except OSError:  # This is not Linux, or no descriptor is free.
+        return found
+    for entry in entries:
         with suppress(OSError):
             link = str(entry.readlink())
             if link.startswith("socket:"):

@@ -15,7 +15,7 @@ from hvd_periodic.comm.gloo_connections import close_links, links
 
 
 class IslandRankError(RuntimeError):
-    """Another rank of this island has raised an error, and takes part no longer."""
+    """Another rank of this island has raised an error, with which the island leaves the job."""
 
 
 class IslandFailures:
@@ -34,8 +34,7 @@ class IslandFailures:
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks of an error that ends training here."""
-        text = f"{type(error).__name__}: {error}".rstrip(": ")
-        self._store.compare_set(self._key, "", json.dumps([self._rank, text]))
+        self._store.compare_set(self._key, "", json.dumps([self._rank, _described(error)]))
         self._store.set(f"{self._key}.{self._rank}", json.dumps(links()))
 
     def heard(self) -> IslandRankError | None:
@@ -49,17 +48,24 @@ class IslandFailures:
         if rank == self._rank:
             return None
         return IslandRankError(
-            f"Rank {rank} of this island has raised an error, and the island takes part no longer: {text}"
+            f"Rank {rank} of this island has raised an error, so the island has left the job: {text}"
         )
 
     def cause(self, error: BaseException) -> IslandRankError | None:
         """Return the first error if it is another rank's and may be the cause of an error here; else None.
 
-        Collectives that fail raise a ``RuntimeError``. One that all ranks raise alike has no other cause, nor has that
-        of losses in vain, on which they have agreed.
+        Collectives that fail raise a ``RuntimeError``, and waits for other islands a ``TimeoutError``. An error that
+        all ranks raise alike has no other cause, nor has that after repeated losses, on which they have agreed.
         """
-        if not isinstance(error, RuntimeError) or isinstance(error, (IslandRankError, RanksLostError)):
+        caused = isinstance(error, (RuntimeError, TimeoutError))
+        if not caused or isinstance(error, (IslandRankError, RanksLostError)):
             return None
         heard = self.heard()
-        same = heard is not None and str(heard).endswith(f": {type(error).__name__}: {error}")
+        same = heard is not None and str(heard).endswith(f": {_described(error)}")
         return None if same else heard
+
+
+def _described(error: BaseException) -> str:
+    """Return type and text of an error."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

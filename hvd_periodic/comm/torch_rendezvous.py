@@ -325,7 +325,7 @@ class TorchRendezvous(ElasticJob):
         beats = f"hvd_periodic.{self._settings.job}.beats.{own}.{self.island.ranks.rank}"  # type: ignore[union-attr]
         while not self._ended.wait(self._interval / 2):
             number = self._round
-            with suppress(RuntimeError):  # The store is down.
+            with suppress(RuntimeError, OSError):  # The store is down, or no descriptor is free.
                 self._look_within()
                 if self._state is not None:
                     continue
@@ -349,7 +349,7 @@ class TorchRendezvous(ElasticJob):
         return f"hvd_periodic.{self._settings.job}.lost.{number}"
 
     def _leave(self, error: BaseException) -> IslandRankError | None:
-        """Tell the others at once that this process takes part no longer, and may live on, because of an error; local.
+        """Leave the job because of an error, and tell the others at once, since the process may live on; local.
 
         Returns:
             The error of another rank of the island that has caused this one; None if there is none.
@@ -358,7 +358,7 @@ class TorchRendezvous(ElasticJob):
         self._stop_looking()
         cause = None
         if self._failures_within is not None:
-            with suppress(RuntimeError):  # The store is down.
+            with suppress(Exception):  # The store is down, or the error has no text. The program's own error counts.
                 self._failures_within.tell(error)
                 cause = self._failures_within.cause(error)
         if self._handler is not None:

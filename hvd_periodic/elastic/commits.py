@@ -339,7 +339,7 @@ class Commits:
                 start_from_center(each.synchronizer, wholes.get(name))
                 text = "Rank %d has joined at local step %d and starts from the center"
                 if each.synchronizer.replica.local_names:
-                    text += "; its 'local' parameters keep the values that it has"
+                    text += "; its 'local' parameters keep the values of its own model"
                 each.synchronizer.membership.log.warning(text, communicator.rank, steps)
             if steps == 0:  # No rank has trained: values loaded into models before the first step count, as usual.
                 each.synchronizer.checkpoint.forget()

@@ -11,4 +11,4 @@ class Average(Policy):
     name = "average"
 
     def check(self, setting: Setting) -> None:
-        """Do nothing: what the algorithm goes together with is the algorithm's."""
+        """Do nothing: the algorithm checks its own options."""

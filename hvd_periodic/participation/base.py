@@ -24,7 +24,7 @@ class LocalOptimizer(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """A synchronizer as policies see it.
+    """The options of a synchronizer that policies check.
 
     Attributes:
         replica: knows which parameters have which policy.
@@ -86,5 +86,8 @@ class Policy(ABC):
         return None
 
     def layout(self, replica: Replica[Any]) -> Layout:
-        """Return the layout in which messages of these parameters are formed, and those of all others."""
+        """Return the layout in which messages of these parameters are formed, and those of all others.
+
+        It is derived from ``replica.parameters.layout``, which other policies may have changed before.
+        """
         return replica.parameters.layout

@@ -20,7 +20,7 @@ Seen = Sequence[Sequence[str]]
 class Present(Policy):
     """The algorithm exchanges them among the ranks that are present, see :class:`Presence`.
 
-    Nothing of them moves where no rank is present.
+    A parameter for which no rank is present does not move.
     """
 
     name = "present"

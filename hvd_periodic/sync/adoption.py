@@ -35,6 +35,9 @@ V = TypeVar("V")
 _UNFINISHED = "before finalize() in asynchronous training or with a quorum"
 """A reason for which adopt() is refused."""
 
+_DIED = "after ranks have died"
+"""Another such reason."""
+
 _PARAMETERS = ("parameters", FROM_ROOT)
 
 
@@ -97,15 +100,17 @@ def unavailable(where: str) -> str:
     """Return the text of an error, given what :func:`refusal` returned."""
     if where == _UNFINISHED:
         return f"adopt() is not available {where}: call finalize() on all ranks first"
+    if where == _DIED:
+        return f"adopt() is not available {where}: save the model, and start the job again with the ranks that are left"
     return f"adopt() is not available {where}: finalize(), then make a new optimizer"
 
 
 def refusal(synchronizer: Any) -> str | None:
-    """Return the kind of training that cannot adopt, the same on all ranks; or None."""
+    """Return the kind of training that cannot adopt, or None: the same on all ranks that know of the same deaths."""
     membership, exchanger = synchronizer.membership, synchronizer.exchanger
     refused = {
         _UNFINISHED: exchanger.worker is not None and not (synchronizer.begun and exchanger.worker.finished),
-        "after ranks have died": bool(membership.communicator.dead_ranks()),
+        _DIED: bool(membership.communicator.dead_ranks()),
         "where ranks exchange in groups of their own": membership.is_lockstep_group,
         "where gradients are averaged": membership.in_groups or membership.group is not None,
     }
@@ -197,7 +202,7 @@ def _named(groups: TensorGroups[V]) -> dict[str, dict[str, Any]]:
 def _staying(former: TensorGroups[V], old: Replica[V], groups: TensorGroups[V], new: Replica[V]) -> dict[str, set[str]]:
     """Return the names of the tensors that stay, by group."""
     then, now = _named(former), _named(groups)
-    policies = [(old.present, new.present), (old.tables, new.tables)]
+    policies = [(old.by_policy.get(p, ()), new.by_policy.get(p, ())) for p in {*old.by_policy, *new.by_policy}]
 
     def alike(name: str, one: Any, other: Any) -> bool:
         same = tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype

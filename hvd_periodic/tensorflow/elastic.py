@@ -166,7 +166,7 @@ class State(CommittedState):
         return {name + depth * ".inner": each for name, found in kept.items() for depth, each in enumerate(found)}
 
     def _own(self) -> set[int]:
-        """Return the identities of the variables that no optimizer of this package exchanges: they stay here."""
+        """Return the identities of the variables that optimizers of this package leave to each worker."""
         exchanging = [level.synchronizer for value in self._tracked.values() for level in levels_of(value)]
         exchanging += [value for value in self._tracked.values() if isinstance(value, Synchronizer)]
         return {id(variable) for each in exchanging for _, variable in each.replica.named.own}
@@ -332,7 +332,7 @@ def _kept(value: Any, own: Callable[[], Collection[int]]) -> list[Committable]:
     if isinstance(value, keras.Model):
         return [_KeptVariables(lambda: value.weights, model=True, own=own)]
     if isinstance(value, keras.optimizers.Optimizer):
-        return [_KeptVariables(lambda: value.variables)]
+        return [_KeptVariables(lambda: value.variables, own=lambda: _state_ids(value, own()))]
     if isinstance(value, (keras.Variable, tf.Variable)):
         return [_KeptVariables(lambda: [value], own=own)]
     if all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
@@ -349,7 +349,12 @@ def _kept_level(level: PeriodicOptimizer, own: Callable[[], Collection[int]]) ->
         return [*([] if is_scheduled(local) else [local.learning_rate]), *_given_rates(synchronizer)]
 
     local: Callable[[], Sequence[Any]] = list if levels_of(inner) else lambda: inner.variables
-    return _KeptSynchronizer(synchronizer, rates, local, lambda: set(map(id, state_of(innermost(inner), own()))))
+    return _KeptSynchronizer(synchronizer, rates, local, lambda: _state_ids(inner, own()))
+
+
+def _state_ids(optimizer: Any, owners: Collection[int]) -> set[int]:
+    """Return the identities of what the local optimizer keeps of some variables, given by theirs."""
+    return {id(variable) for variable in state_of(innermost(optimizer), owners)}
 
 
 def _given_rates(synchronizer: VariableSynchronizer) -> list[Any]:

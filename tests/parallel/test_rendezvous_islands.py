@@ -202,7 +202,7 @@ def test_the_others_of_an_island_hear_of_an_error(job: Job) -> None:
     if job.scenario.what != "raise":
         pytest.skip("Nobody raised an error")
     raised = [json.loads((job.folder / f"raised.{position}").read_text()) for position in range(RANKS)]
-    text = f"Rank {RANKS - 1} of this island has raised an error, and the island takes part no longer"
+    text = f"Rank {RANKS - 1} of this island has raised an error, so the island has left the job"
     heard = ["IslandRankError", f"{text}: UserError: of my own"]
     assert raised == [*[heard] * (RANKS - 1), ["UserError", "of my own"]], job.output()
 

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (  # noqa: E
 
 import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic.cli.main import main  # noqa: E402
-from hvd_periodic.comm import torch_rendezvous  # noqa: E402
+from hvd_periodic.comm import island_failures, torch_rendezvous  # noqa: E402
 from hvd_periodic.comm.base import Communicator  # noqa: E402
 from hvd_periodic.comm.collective_tracker import CollectiveTracker, Wait  # noqa: E402
 from hvd_periodic.comm.elastic import RanksLostError  # noqa: E402
@@ -566,7 +566,7 @@ def test_an_island_hears_of_the_first_error(connected: tuple[socket.socket, sock
     ranks = [IslandFailures(store, "failed", rank, 3) for rank in range(3)]
     assert [rank.heard() for rank in ranks] == [None] * 3
     ranks[1].tell(KeyError("batch"))
-    text = "Rank 1 of this island has raised an error, and the island takes part no longer: KeyError: 'batch'"
+    text = "Rank 1 of this island has raised an error, so the island has left the job: KeyError: 'batch'"
     assert ranks[1].heard() is None
     connected[0].settimeout(30)
     assert str(ranks[0].heard()) == text
@@ -583,6 +583,35 @@ def test_errors_that_another_rank_of_an_island_has_caused() -> None:
     of_its_own = [RuntimeError("no more data"), RanksLostError("in vain"), ValueError("of its own"), second.heard()]
     assert [second.cause(error) for error in of_its_own if error is not None] == [None] * 4
     assert first.cause(RuntimeError("no more data")) is None
+    assert "RuntimeError: no more data" in str(second.cause(TimeoutError("no other island has come")))
+
+
+def test_an_error_without_text_that_all_ranks_of_an_island_raise() -> None:
+    store = dist.HashStore()
+    first, second = (IslandFailures(store, "failed", rank, 2) for rank in range(2))
+    first.tell(RuntimeError())
+    assert str(second.heard()).endswith(": RuntimeError")
+    assert second.cause(RuntimeError()) is None
+
+
+class WithoutTextError(RuntimeError):
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+@pytest.mark.parametrize("error", [WithoutTextError(), OSError("too many open files")])
+def test_a_rank_of_an_island_leaves_also_if_it_cannot_tell_why(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_rendezvous, "island_here", Mock)
+    job = TorchRendezvous(RendezvousSettings("here", 1))
+    job._state, job._handler = Mock(), Mock()
+    job._failures_within = IslandFailures(dist.HashStore(), "failed", 0, 2)
+    if isinstance(error, OSError):
+        monkeypatch.setattr(island_failures, "links", Mock(side_effect=error))
+    assert job._leave(error) is None
+    job._state.leave.assert_called_once_with()
+    job._handler._stop_heartbeats.assert_called_once_with()
 
 
 def test_waits_of_an_island_end_with_the_error_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:

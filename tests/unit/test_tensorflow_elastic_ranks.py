@@ -20,6 +20,8 @@ import keras  # noqa: E402
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic.comm.base import Communicator  # noqa: E402
 from hvd_periodic.comm.subset import Subset  # noqa: E402
+from hvd_periodic.tensorflow import elastic  # noqa: E402
+from hvd_periodic.tensorflow.model import native  # noqa: E402
 from tests import losing  # noqa: E402
 from tests.conformance.test_front_ends import Delegate  # noqa: E402
 from tests.covering import covering  # noqa: E402
@@ -254,6 +256,17 @@ def test_a_rank_is_lost_in_the_first_sync(center: str, everywhere: bool, ahead: 
     for workers in left:
         (zero, end), (one, other_end) = together(workers, again)
         assert ([zero, one], end) == ([expected[0], expected[everywhere]], other_end)
+
+
+def test_the_state_of_local_parameters_stays_beside_a_synchronizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The local optimizer is then kept by itself."""
+    head, body = (keras.Variable(np.zeros(size), name=name) for size, name in ((3, "head"), (2, "body")))
+    local = keras.optimizers.SGD(0.125, momentum=0.5)
+    local.build([head, body])
+    (kept,) = elastic._kept(local, lambda: {id(native(head))})
+    monkeypatch.setattr(elastic, "_of_rank", lambda values, _: [value + value.dtype.type(7) for value in values])
+    kept.broadcast_from(1)
+    assert [variable.numpy().tolist() for variable in local.variables[2:]] == [[0] * 3, [7] * 2]
 
 
 @pytest.mark.parametrize("center", ["sharded", thorough("replicated"), thorough("root")])
