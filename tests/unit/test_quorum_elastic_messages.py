@@ -18,6 +18,7 @@ from hvd_periodic.vectors.coding import Coding
 from hvd_periodic.wires import as_wire
 from tests.covering import covering
 from tests.helpers import TIMEOUT_SECONDS, run_ranks
+from tests.parallel.tiers import thorough
 from tests.unit.test_quorum import LONG, PERIOD
 
 SIZE, ALPHA, RATE = 40, 0.25, 0.1
@@ -106,7 +107,7 @@ def test_whoever_takes_part_messages_are_of_the_center_as_it_is(name: str, bound
         np.testing.assert_allclose(c, center, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("name", [thorough(name) if name in ("bf16", "int4", "e3m0") else name for name in WIRES])
 def test_the_sum_is_conserved_and_without_gradients_all_meet(name: str) -> None:
     sets, start = [*LONG, [2], [0], [1, 2]] * 12, np.random.default_rng(0).normal(size=(3, SIZE))
 

@@ -213,12 +213,13 @@ def unsent(optimizer: PeriodicOptimizer) -> Any:
     return optimizer.synchronizer.state_dict()["vectors"]["parameters"]["unsent"]["w"].copy()
 
 
-@pytest.mark.parametrize("bounds", [{}, {"max_message_norm": 0.3, "max_mean_norm": 0.2}], ids=["", "bounded"])
-@pytest.mark.parametrize("name", [name for name in EVERY if name != "easgd"])
-def test_in_rounds_of_all_sparse_messages_are_as_synchronously(
-    name: str, bounds: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "bounded"), covering([name for name in EVERY if name != "easgd"], (False, True), together=1)
+)
+def test_in_rounds_of_all_sparse_messages_are_as_synchronously(name: str, bounded: bool, tmp_path: Path) -> None:
     """To the bit, where ranks sum in float32; also their error memory, and the norms of the run log."""
+
+    bounds: dict[str, Any] = {"max_message_norm": 0.3, "max_mean_norm": 0.2} if bounded else {}
 
     def work(communicator: Communicator, **options: Any) -> list[Any]:
         xs = {"w": np.linspace(-1, 1, 20, dtype=np.float32)}
@@ -272,8 +273,7 @@ def test_weights_that_stay_the_same_count_for_error_memory_as_synchronously() ->
         assert here[-1].any()
 
 
-@pytest.mark.parametrize("bound", [None, 2.0])
-@pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", "int2", "topk"])
+@pytest.mark.parametrize(("wire", "bound"), covering(("fp16", "bf16", "int8", "int2", "topk"), (None, 2.0), together=1))
 def test_what_is_not_sent_is_kept_whoever_takes_part(wire: str, bound: float | None) -> None:
     """The center has moved by all that ranks had to say, but for their error memories; who is late keeps its own.
 
