@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, environment
+from tests.parallel.program import THOROUGH
 
 
 def two_hosts() -> list[str]:
@@ -24,5 +25,5 @@ def mpirun_on_two_hosts() -> list[str]:
     """Return the words that start Open MPI's ranks on both hosts, in turn."""
     given = environment()
     mpirun = shutil.which("mpirun", path=given["PATH"])
-    passed = [word for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS") for word in ("-x", name)]
+    passed = [word for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS", THOROUGH) for word in ("-x", name)]
     return [*two_hosts(), str(mpirun), "-H", "h1:8,h2:8", "--map-by", "node", "--bind-to", "none", *passed]
