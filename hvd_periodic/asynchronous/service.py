@@ -14,7 +14,7 @@ import numpy as np
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors, empty, numbered
 from hvd_periodic.asynchronous.ledger import Ledger, ledger_bucket
-from hvd_periodic.asynchronous.transport import Transport, bind
+from hvd_periodic.asynchronous.transport import Transport
 from hvd_periodic.asynchronous.wire_formats import States, presence_from_array, presence_to_array
 from hvd_periodic.checkpoints.tree import Leaves
 from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, Request
@@ -93,7 +93,7 @@ class ServiceTransport(Transport):
             center = np.zeros(CenterInMemory.nbytes(parts, shares, workers), np.uint8)
         shard = CenterInMemory(parts, shares, workers, center)
         self._optimized = shard.optimized
-        bind(optimizer, shard)
+        shard.bind(optimizer)
         self.holds_center = place is not None
         self._service = None if place is None else self._start(shard, optimizer)
         where = f"rank {holders[0]}" if len(self._holders) == 1 else "every rank"
