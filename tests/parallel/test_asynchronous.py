@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import random_arrays
 from tests.parallel.launch import LAUNCHERS, run_scenarios, start
 from tests.parallel.left_out_in_turn import ALGORITHMS, Slow, order_of
-from tests.parallel.program import column, repeated
+from tests.parallel.program import column, repeated, skip
 from tests.parallel.stopped_inside import check_steps, local_steps, order_of_pushes
 from tests.parallel.tiers import thorough
 from tests.parallel.two_hosts import mpirun_on_two_hosts
@@ -87,7 +87,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Reports, Report
 def of_mode(reports: Reports, scenario: str, mode: str) -> list[Any]:
     """Return what all ranks report of a transport; skip the test if the job ran the scenario on another one."""
     if mode not in column(reports, scenario)[0]:
-        pytest.skip(f"{scenario}: on another transport")
+        skip(f"{scenario}: on another transport")
     return column(reports, scenario, mode)
 
 

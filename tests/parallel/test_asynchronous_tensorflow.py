@@ -10,7 +10,7 @@ import pytest
 
 from tests.parallel.launch import run_scenarios
 from tests.parallel.left_out_in_turn import ALGORITHMS, Slow, order_of
-from tests.parallel.program import column
+from tests.parallel.program import column, skip
 from tests.parallel.stopped_inside import check_steps
 from tests.parallel.test_scenarios import EXPECTED
 from tests.parallel.tiers import thorough
@@ -348,7 +348,7 @@ def test_refusals(ranks: list[dict[str, Any]]) -> None:
 def test_graphs_of_one_worker(graphs: list[dict[str, Any]]) -> None:
     """The numbers of tf.contrib.opt, of x and of the global center variable, with every kind of variable."""
     if len(graphs) > 1:
-        pytest.skip("needs one rank")
+        skip("needs one rank")
     expected = {"zero": EXPECTED["easgd", 1], "unlocked": EXPECTED["easgd", 1], "default": DEFAULT_RHO}
     found = graphs[0]["one_worker"]
     for case, report in found.items():
@@ -440,7 +440,7 @@ class Plain:
 def test_graphs_of_one_worker_normalized(graphs: list[dict[str, Any]]) -> None:
     """The center has an optimizer of its own, whose state is its own."""
     if len(graphs) > 1:
-        pytest.skip("needs one rank")
+        skip("needs one rank")
     for name, found in graphs[0]["one_worker_normalized"].items():
         local, center = Plain(name), Plain(name)
         x = c = total = 0.0
