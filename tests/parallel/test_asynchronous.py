@@ -37,8 +37,9 @@ JOBS = [
     *(thorough(("mpirun, torch.distributed", 3)), thorough(("mpirun, MPI", 3))),
     *(("torchrun", 2, *OF_LIBRARY), ("horovodrun --gloo", 2, *OF_LIBRARY)),
     *(thorough(("torchrun", 2)), thorough(("torchrun", 3))),
+    thorough(("mpirun", 10, "descriptions", "conservation", "stopped_inside")),
 ]
-"""Launcher, ranks, and what the job runs; default: everything. The last have no MPI."""
+"""Launcher, ranks, and what the job runs; default: everything. Under ``torchrun``, there is no MPI."""
 
 RATE = 0.25
 
