@@ -23,7 +23,7 @@ from hvd_periodic.algorithms import AGN, BMUF, EASGD, Algorithm, Averaging, DiLo
 from hvd_periodic.algorithms.diloco import DelayedDiLoCo
 from hvd_periodic.asynchronous import slots as module
 from hvd_periodic.asynchronous.slots import Slots
-from hvd_periodic.comm.shared_memory import WindowMemory
+from hvd_periodic.comm.shared_memory import WindowMemory, open_window
 from hvd_periodic.comm.threads import run
 from hvd_periodic.comm.transports import LocalMemory
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
@@ -352,6 +352,29 @@ def test_the_log_of_a_window_is_forgotten(tmp_path: Path) -> None:
         assert memory.records(0)[0] == [0] * 4
         assert memory.records(5000)[0] == records[5000]
         assert os.fstat(memory._file).st_blocks < before
+
+
+def test_memory_of_a_window_that_is_provided_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is none at first; the log, which follows it, has its own."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    memory = open_window(0, lambda value: [value], 2**20, spare=0, later=2**22)
+    try:
+        taken = [512 * os.fstat(memory._file).st_blocks]
+        memory.append([1, 2, 3, 4])
+        assert memory.reserve(2**20, 2**21)
+        memory.buffer[2**21 - 1] = 7
+        taken.append(512 * os.fstat(memory._file).st_blocks)
+        assert taken[0] < 2**20 + 2**16
+        assert 2**21 <= taken[1] < 2**21 + 2**17
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        assert not memory.reserve(2**21, 2**22)
+        assert memory.records(0) == [[1, 2, 3, 4]]
+        assert (memory.buffer.size, memory.buffer[2**21 - 1]) == (2**20 + 2**22, 7)
+    finally:
+        memory.close()
 
 
 class Overwrites(DiLoCo):
