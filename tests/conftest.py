@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.every_scenario import EveryScenario
 from tests.parallel.program import THOROUGH
 
 PATIENCE = 8
@@ -75,6 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     With ``-m core``, import no other files, so no framework.
     """
     config.pluginmanager.register(Everywhere())
+    config.pluginmanager.register(EveryScenario())
     settings.register_profile("thorough", max_examples=150)
     settings.register_profile("every run", max_examples=30)
     every_run = config.option.markexpr in ("core", "not thorough")

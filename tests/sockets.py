@@ -42,7 +42,7 @@ class OverSockets(ThreadCommunicator):
     def shares_memory(self) -> bool:
         return False
 
-    def shared_memory(self, nbytes: int) -> SharedMemory:
+    def shared_memory(self, nbytes: int, later: int = 0) -> SharedMemory:
         raise NotImplementedError
 
     def messages(self) -> Messages:

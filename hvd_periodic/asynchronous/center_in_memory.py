@@ -14,6 +14,7 @@ from hvd_periodic.asynchronous.slots import ALIGNMENT, PlacedStore, aligned
 from hvd_periodic.centers.by_range import ByRange
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.centers.norm_bounds import NormBounds
+from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.space import ArraySpace
 from hvd_periodic.vectors.store import FlatStore
@@ -124,9 +125,8 @@ class CenterInMemory:
         parts: tensors that are exchanged.
         shares: the layout of this holder's share of each part.
         workers: number of workers.
-        buffer: ``uint8`` memory of :meth:`nbytes`; of the parts in place, if not all are.
-        in_place: number of parts, the first ones, whose vectors lie in the buffer. Those of the others, and the count
-            of the window of each bucket, lie where :meth:`place` says. Default: all.
+        buffer: ``uint8`` memory of :meth:`nbytes`. Default: the vectors, and the count of the window of each bucket,
+            lie where :meth:`place` says.
 
     Attributes:
         buckets: the shares of all buckets, by number; the last one is the ledger.
@@ -140,10 +140,8 @@ class CenterInMemory:
         parts: Sequence[ExchangedTensors],
         shares: Sequence[Layout],
         workers: int,
-        buffer: np.ndarray,
-        in_place: int | None = None,
+        buffer: np.ndarray | None = None,
     ) -> None:
-        in_place = len(parts) if in_place is None else in_place
         self.space = ArraySpace()
         self.parts = list(parts)
         self._places = numbered(parts, shares)
@@ -152,21 +150,20 @@ class CenterInMemory:
         self.vectors: list[dict[str, FlatStore[Any] | PlacedStore]] = [{} for _ in parts]
         """The vectors of every part, by name."""
         self.total: FlatStore[Any] | None = None
-        """The gradient for the outer optimizer, if one moves the center; of the first part only."""
+        """The gradient for the outer optimizer, if one moves the center in the buffer; of the first part only."""
         self._by_range = [ByRange(part.algorithm, cast(Any, self), part.layout) for part in parts]
-        pieces = _pieces(parts[:in_place], shares[:in_place], workers)
+        pieces, words = _pieces(parts, shares, workers), Ledger.size(self.count, workers)
 
         def arena(kind: str, size: int) -> np.ndarray:
             piece = next(pieces)
-            return buffer[piece.start : piece.stop].view(kind.split()[0])
+            return cast(np.ndarray, buffer)[piece.start : piece.stop].view(kind.split()[0])
 
         for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
             for key in part.keys:
-                self.vectors[index][key] = FlatStore(share, arena) if index < in_place else PlacedStore(share)
-            if part.optimized:
+                self.vectors[index][key] = PlacedStore(share) if buffer is None else FlatStore(share, arena)
+            if part.optimized and buffer is not None:
                 self.total = FlatStore(share, arena)
-        words = Ledger.size(self.count, workers)
-        self.ledger = Ledger(self.count, arena("int64", words) if in_place == len(parts) else np.zeros(words, np.int64))
+        self.ledger = Ledger(self.count, np.zeros(words, np.int64) if buffer is None else arena("int64", words))
         of_ledger = ledger_bucket(len(self._places), self.ledger.memory.size)
         self.buckets = [*(bucket for _, _, bucket in self._places), of_ledger]
 
@@ -199,6 +196,11 @@ class CenterInMemory:
             cast(PlacedStore, stores[key]).places[bucket.index] = vector
         window: np.ndarray = memory[-ALIGNMENT:].view(np.int64)[:1]
         return window
+
+    def bind(self, optimizer: OuterOptimizer) -> None:
+        """Let an optimizer move the center in the buffer by the total, if the algorithm has one."""
+        if self.total is not None:
+            optimizer.bind_host(cast(FlatStore[Any], self.vectors[0]["center"]), self.total, self.parts[0].layout)
 
     def lock_of(self, index: int) -> int:
         """Return the number of the lock of a bucket: all vectors of a bucket of the center have the lock of that."""

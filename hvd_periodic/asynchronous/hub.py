@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -317,7 +316,6 @@ class Hub(Service):
     ) -> None:
         self._transport, self._rounds = transport, transport.rounds
         self._contributions: dict[int, Contribution] = {}
-        self._coming: dict[int, tuple[np.ndarray, list[np.ndarray], list[Request]]] = {}
         self._own: tuple[np.ndarray, list[np.ndarray]] = np.empty(0, np.int64), []
         self._closed = threading.Event()
         self._looked = 0.0
@@ -361,13 +359,7 @@ class Hub(Service):
 
     def attend(self) -> bool:
         """Take what has come completely, and close a round if one is due."""
-        for worker, (words, payloads, requests) in list(self._coming.items()):
-            if all(request.done() for request in requests):
-                del self._coming[worker]
-                with suppress(PeerLostError):  # It has died in the middle, and takes part in no round.
-                    for request in requests:
-                        request.wait()
-                    self._come(worker, self._unpacked(words, payloads))
+        super().attend()
         with self._lock:
             self._look_for_dead_ranks()
             members = self._rounds.members()
@@ -380,11 +372,6 @@ class Hub(Service):
                 self._close(members)
             return True
 
-    @property
-    def busy(self) -> bool:
-        """Whether messages are on their way, or a round is open."""
-        return bool(self._coming)
-
     def _answer(self, source: int, header: np.ndarray) -> None:
         operation = int(header[0])
         if operation == _COME:
@@ -392,7 +379,7 @@ class Hub(Service):
             payloads = [self._center.new_payload(index) for index in range(self._center.count)]
             requests = [self._requests.receive(words, source, ANSWER)]
             requests += [self._requests.receive(out, source, payload_tag(i)) for i, out in enumerate(payloads)]
-            self._coming[source] = words, payloads, requests
+            self._coming[source] = requests, lambda: self._come(source, self._unpacked(words, payloads))
         elif operation == _FAIL:
             text = np.empty(_TEXT, np.uint8)
             self._requests.receive(text, source, ANSWER).wait()

@@ -13,6 +13,30 @@ SHARE = 0.1
 """Default of the grace: a fraction of the time from the last close to the arrival that completes the quorum."""
 
 
+_GAP = 1.0
+"""Seconds between two questions after which a clock was not asked because its process was stopped."""
+
+
+class AwakeClock:
+    """The time, in seconds, for which a process has not been stopped, if it asks all the time.
+
+    Example:
+        >>> clock = AwakeClock()
+        >>> clock() <= clock()
+        True
+    """
+
+    def __init__(self) -> None:
+        self._asked, self._stopped = time.monotonic(), 0.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        now = time.monotonic()
+        self._stopped += max(0.0, now - self._asked - _GAP)
+        self._asked = now
+        return now - self._stopped
+
+
 @dataclass(frozen=True)
 class Quorum:
     """How many workers a round waits for.
@@ -39,7 +63,8 @@ class Rounds:
         workers: global ranks of the workers, for messages; here, they are numbered from 0.
         quorum: how many of them a round waits for.
         timeout: returns the seconds for which workers wait for a missing one; None: for ever.
-        now: returns the time in seconds.
+        now: returns the time in seconds. Default: an :class:`AwakeClock`, so that a root that was stopped receives what
+            has come meanwhile before it finds somebody late.
 
     Attributes:
         failure: why no round will close any more; None as long as rounds close.
@@ -66,9 +91,9 @@ class Rounds:
         workers: Sequence[int],
         quorum: Quorum,
         timeout: Callable[[], float | None] = lambda: None,
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] | None = None,
     ) -> None:
-        self._ranks, self._quorum, self._timeout, self._now = workers, quorum, timeout, now
+        self._ranks, self._quorum, self._timeout, self._now = workers, quorum, timeout, now or AwakeClock()
         self._came: dict[int, float] = {}
         self._leaving: set[int] = set()
         self._apart: set[int] = set()
@@ -76,7 +101,7 @@ class Rounds:
         self._ended: set[int] = set()
         self._calls: Counter[int] = Counter()
         self._closed: float | None = None
-        self._last_sign = now()
+        self._last_sign = self._now()
         self.failure: str | None = None
         self.replayed: deque[list[int]] = deque()
 
@@ -122,6 +147,7 @@ class Rounds:
 
     def members(self) -> list[int] | None:
         """Return the workers with which a round closes now; None if it stays open, or if no round closes any more."""
+        now = self._now()  # A clock that has to be asked all the time.
         if self.failure is not None:
             return None
         if self.replayed:
@@ -140,7 +166,7 @@ class Rounds:
             return self._after_timeout(present, expected)
         complete = max(sorted(self._came[worker] for worker in present)[size - 1], self._closed)
         grace = SHARE * (complete - self._closed) if self._quorum.grace is None else self._quorum.grace
-        return present if self._now() - complete >= grace else None
+        return present if now - complete >= grace else None
 
     def _fail_if_calls_differ(self) -> None:
         """Fail if a worker waits for all others in a call such as save(), and another waits for it in finalize()."""

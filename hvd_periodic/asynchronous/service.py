@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors, empty, numbered
 from hvd_periodic.asynchronous.ledger import Ledger, ledger_bucket
-from hvd_periodic.asynchronous.transport import Transport, bind
+from hvd_periodic.asynchronous.transport import Transport
 from hvd_periodic.asynchronous.wire_formats import States, presence_from_array, presence_to_array
 from hvd_periodic.checkpoints.tree import Leaves
 from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, Request
@@ -46,7 +47,7 @@ class ServiceTransport(Transport):
     """Every holder of the center, the root or all ranks, serves its share from a thread.
 
     A bucket is one message each way, and one transaction at the holder. If an optimizer moves the center, a holder
-    receives all messages of one worker, steps, and replies, before it serves the next worker.
+    steps and replies once all messages of one worker have come, and serves others until then.
 
     Args:
         requests: messages from workers.
@@ -93,7 +94,7 @@ class ServiceTransport(Transport):
             center = np.zeros(CenterInMemory.nbytes(parts, shares, workers), np.uint8)
         shard = CenterInMemory(parts, shares, workers, center)
         self._optimized = shard.optimized
-        bind(optimizer, shard)
+        shard.bind(optimizer)
         self.holds_center = place is not None
         self._service = None if place is None else self._start(shard, optimizer)
         where = f"rank {holders[0]}" if len(self._holders) == 1 else "every rank"
@@ -301,6 +302,8 @@ class Service:
         self._presence: dict[int, Mapping[str, float | None]] = {}
         self._rates: dict[int, list[float]] = {}
         self._sending: list[tuple[Request, np.ndarray]] = []
+        self._coming: dict[int, tuple[list[Request], Callable[[], None]]] = {}
+        """By worker: messages that belong together, and what is done with them."""
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self.paused = False
@@ -388,12 +391,27 @@ class Service:
 
     def attend(self) -> bool:
         """Do what is due besides serving messages; return whether anything was."""
-        return False
+        complete = [worker for worker, (requests, _) in self._coming.items() if all(each.done() for each in requests)]
+        for worker in complete:
+            with suppress(PeerLostError):  # It has died in the middle of a request, which then changes nothing.
+                self._take(worker)
+        return bool(complete)
+
+    def _take(self, worker: int) -> None:
+        """Receive what is coming from a worker, and do with it what has to be done.
+
+        Raises:
+            PeerLostError: the worker has died.
+        """
+        requests, function = self._coming.pop(worker)
+        for request in requests:
+            request.wait()
+        function()
 
     @property
     def busy(self) -> bool:
         """Whether messages are on their way."""
-        return False
+        return bool(self._coming)
 
     def _serve(self) -> bool:
         """Serve one message, if there is one."""
@@ -429,20 +447,21 @@ class Service:
             self._send(self.transact(index, payload, source), source, payload_tag(index) + 1)
 
     def _serve_step(self, source: int, first: np.ndarray) -> None:
-        messages = []
-        for index in range(self._center.optimized):
-            payload = first
-            if index != self._first:
-                payload = empty(self._center.buckets[index])
-                if payload.size:
-                    self._requests.receive(payload, source, payload_tag(index)).wait()
-            messages.append(payload)
-        for index, part in enumerate(self.step(messages, source)):
-            if part.size:
-                self._send(part, source, payload_tag(index) + 1)
+        count = self._center.optimized
+        messages = [first if i == self._first else empty(self._center.buckets[i]) for i in range(count)]
+
+        def step() -> None:
+            for index, part in enumerate(self.step(messages, source)):
+                if part.size:
+                    self._send(part, source, payload_tag(index) + 1)
+
+        rest = [(i, message) for i, message in enumerate(messages) if i != self._first and message.size]
+        self._coming[source] = [self._requests.receive(out, source, payload_tag(i)) for i, out in rest], step
 
     def _answer(self, source: int, header: np.ndarray) -> None:
         operation, index = int(header[0]), int(header[1])
+        if operation in (_RATES, _BEGIN) and source in self._coming:  # Presence or rates, all of which it has sent.
+            self._take(source)
         if operation == _BEGIN:
             period, speed = header[4:].view(np.float64).tolist()
             presence, rates = self._presence.pop(source, {}), self._rates.pop(source, [])
@@ -463,8 +482,11 @@ class Service:
             self._send(np.zeros(1, np.int64), source, ANSWER)
         elif operation == _PRESENCE:
             weights = np.empty(len(self._names))
-            self._requests.receive(weights, source, ANSWER).wait()
-            self._presence[source] = presence_from_array(weights, self._names)
+
+            def note_presence() -> None:
+                self._presence[source] = presence_from_array(weights, self._names)
+
+            self._coming[source] = [self._requests.receive(weights, source, ANSWER)], note_presence
         elif operation == _TAKE:
             self.take(source)
         elif operation == _GATHER:
@@ -472,8 +494,11 @@ class Service:
             self._send(np.array(told, np.float64), source, ANSWER)
         elif operation == _RATES:
             of_tensors = np.empty(len(self._center.parts[0].layout.specs), np.float64)
-            self._requests.receive(of_tensors, source, ANSWER).wait()
-            self._rates[source] = of_tensors.tolist()
+
+            def note_rates() -> None:
+                self._rates[source] = of_tensors.tolist()
+
+            self._coming[source] = [self._requests.receive(of_tensors, source, ANSWER)], note_rates
         elif operation == _LOAD:
             data = self._states.allocate(index)
             self._requests.receive(data, source, _STATE_BYTES).wait()

@@ -1,10 +1,13 @@
 """Vectors in shared memory that workers change without waiting for one that is stopped, or killed, in the middle.
 
 A *unit* is what changes together, such as a bucket of the center with its momentum and its counts. It lies in a *slot*.
-A worker copies the unit to a slot of its own, computes there, and then swaps the slots, provided that nobody has done
-so since it began to copy; otherwise it begins again. Nobody writes into a slot in which a unit lies. So a worker that
-goes on after others have changed the unit changes nothing and begins again, and one that never goes on has changed
-nothing.
+A worker copies the unit to a spare slot, computes there, and then swaps the slots, provided that nobody has done so
+since it began to copy; otherwise it begins again. Nobody writes into a slot in which a unit lies. So a worker that goes
+on after others have changed the unit changes nothing and begins again, and one that never goes on has changed nothing.
+
+A worker holds the lock of its spare slot, which the system releases if the process ends. It writes there only if no
+unit lies there according to the log, see below, as read while it holds the lock: nobody else could propose that slot
+since.
 
 What is compared and swapped is the version of a unit, through a log to which workers append what they propose: *version
 v of the unit is replaced by what is in slot s*. The operating system appends one proposal after the other. Of those for
@@ -14,6 +17,7 @@ of processes, where reads and writes of memory cannot: Herlihy 1991, Wait-Free S
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +28,20 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvd_periodic.comm.transports import LONG, SHORT, SharedMemory
-from hvd_periodic.vectors.layout import Bucket, Layout
+from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout
 
 T = TypeVar("T")
 
+logger = logging.getLogger("hvd_periodic")
+
 PATIENCE = 0.1
-"""Seconds for which a worker waits for its turn while a unit does not change."""
+"""Seconds for which a worker waits for its turn while a unit of one bucket, or less, does not change."""
+
+_TIMES = 20
+"""A worker waits at least so many times as long as its own last change of the unit has kept its thread busy."""
+
+_SLOT_LOCKS = 2**32
+"""Number of the lock of the first slot; the locks below it are for turns."""
 
 _KEPT = 2**13
 """Records of the log that a worker reads before it notes what it knows, and lets the system forget them."""
@@ -90,6 +102,11 @@ class Versions:
             self._resume()
         return self._units[unit]
 
+    def slots(self, units: Sequence[int]) -> set[int]:
+        """Return the slots in which some units lie."""
+        self.now(units[0])
+        return {self._units[unit][1] for unit in units}
+
     def propose(self, unit: int, version: int, slot: int) -> None:
         """Append that this slot shall replace a version."""
         self._memory.append(_record(unit, version, slot))
@@ -148,43 +165,44 @@ def _fence() -> None:
 class Slots:
     """Units in shared memory, which workers change by swapping slots.
 
-    Slots of about one size are a class; every worker has one slot of each class besides those of the units.
+    Slots of about one size are a class; it has a spare slot for every worker besides those of its units.
 
     Args:
-        memory: the shared memory.
-        region: :meth:`nbytes` bytes of it, initially zero.
+        memory: the shared memory, of as many bytes as :meth:`nbytes` says, initially zero.
         sizes: bytes of each unit.
         worker: the rank of this worker, and the number of workers.
         in_turn: workers wait for each other as long as the unit changes meanwhile. Without it, they may compute in
             vain; the results are right either way.
+        large: the first unit is a class of its own, of whose spare slots all but one get memory when a worker first
+            finds none that is free.
     """
 
     def __init__(
         self,
         memory: SharedMemory,
-        region: np.ndarray,
         sizes: Sequence[int],
         worker: tuple[int, int],
         in_turn: bool = True,
+        large: bool = False,
     ) -> None:
-        self._memory, self._in_turn = memory, in_turn
+        self._memory, self._in_turn, self._large = memory, in_turn, large
         self._rank, self._workers = worker
         self._sizes = list(sizes)
-        self._classes, starts = _plan(sizes, self._workers)
-        notes, *self._slots = (region[start:stop] for start, stop in pairwise(starts))
+        self._plan = _Plan(sizes, self._workers, large)
+        starts = self._plan.starts
+        notes, *self._slots = (memory.buffer[start:stop] for start, stop in pairwise(starts))
         words = notes[: 8 * self._workers * (1 + len(sizes))].view(np.int64)
         self.versions = Versions(memory, words.reshape(self._workers, -1), self._rank)
-        first = range(len(sizes), len(self._slots), self._workers)
-        self._own = [start + self._rank for start in first]
-        self._changes = [0] * len(sizes)
-        self._proposed: dict[int, tuple[int, int, int]] = {}
-        """Of a class: the unit, the number of its change, and the slot to replace, until the result is known."""
+        self._with_memory = {slot for slot in range(len(self._slots)) if starts[slot + 2] <= self._plan.reserved}
+        self._busy = [0.0] * len(sizes)
         self._stuck: set[int] = set()
+        self._told = False
 
     @staticmethod
-    def nbytes(sizes: Sequence[int], workers: int) -> int:
-        """Return the bytes that units of these sizes take."""
-        return _plan(sizes, workers)[1][-1]
+    def nbytes(sizes: Sequence[int], workers: int, large: bool = False) -> tuple[int, int]:
+        """Return the bytes that units of these sizes take at first, and those that they may take later."""
+        plan = _Plan(sizes, workers, large)
+        return plan.reserved, plan.starts[-1] - plan.reserved
 
     def change(self, unit: int, function: Callable[[np.ndarray], T]) -> T:
         """Change a unit; return what the function returned for the version that it changed.
@@ -194,19 +212,20 @@ class Slots:
             function: changes the bytes of a copy, and returns nothing that shares memory with it. It is called again
                 with another copy if another worker has changed the unit meanwhile.
         """
-        kind = self._classes[unit]
-        self._settle(kind)  # An exception, such as an interrupt, may have come between a proposal and its result.
-        while True:
-            own, number = self._own[kind], self._changes[unit] + 1
-            memory, changes = self._parts(unit, own)
-            version, slot = self._copy(unit, own)
-            result = function(memory)
-            changes[self._rank] = number
-            self._proposed[kind] = unit, number, slot
-            _fence()
-            self.versions.propose(unit, version, own)
-            if self._settle(kind):
-                return result
+        with self._spare(unit) as slot:
+            memory, changes = self._parts(unit, slot)
+            while True:
+                since = time.thread_time()
+                version = self._copy(unit, slot)
+                result = function(memory)
+                changes[self._rank] += 1
+                mine = int(changes[self._rank])
+                _fence()
+                self.versions.propose(unit, version, slot)
+                self._busy[unit] = time.thread_time() - since
+                # It counts the changes of every worker, also those that others have replaced since.
+                if self._look(unit, lambda parts: int(parts[1][self._rank])) == mine:
+                    return result
 
     def read(self, unit: int, function: Callable[[np.ndarray], T]) -> T:
         """Return what a function returns for the bytes of a unit: a copy, as it may be called on others in vain."""
@@ -215,7 +234,7 @@ class Slots:
     @contextmanager
     def turn(self, unit: int) -> Iterator[None]:
         """Wait, asleep, until this worker is the only one to change a unit, or none of the others makes progress."""
-        number = self._wait(unit) if self._in_turn else None
+        number = self._wait(unit) if self._in_turn or (self._large and unit == 0) else None
         try:
             yield
         finally:
@@ -223,29 +242,53 @@ class Slots:
                 self._memory.unlock(number)
         self.versions.tidy()
 
-    def _copy(self, unit: int, own: int) -> tuple[int, int]:
-        """Copy a unit to a slot; return the version that was copied, and its slot."""
+    @contextmanager
+    def _spare(self, unit: int) -> Iterator[int]:
+        """Hold a slot, of the class of a unit, in which no unit lies."""
+        slot = self._take(unit)
+        try:
+            yield slot
+        finally:
+            self._memory.unlock(_SLOT_LOCKS + slot)
+
+    def _take(self, unit: int) -> int:
+        """Lock a slot of the class of a unit in which no unit lies, and which has memory."""
+        kind = self._plan.classes[unit]
+        units, slots = self._plan.units[kind], self._plan.slots[kind]
+        while True:
+            used = self.versions.slots(units)
+            for slot in slots:
+                if slot in used or not self._memory.try_lock(_SLOT_LOCKS + slot):
+                    continue
+                if slot not in self.versions.slots(units) and self._has_memory(slot):
+                    return slot
+                self._memory.unlock(_SLOT_LOCKS + slot)
+            time.sleep(LONG)
+
+    def _has_memory(self, slot: int) -> bool:
+        """Return whether a slot has memory; provide it if there is any left."""
+        if slot in self._with_memory:
+            return True
+        found = self._memory.reserve(*self._plan.starts[slot + 1 : slot + 3])
+        if found:
+            self._with_memory.add(slot)
+        elif not self._told:
+            self._told = True
+            logger.warning(
+                "Rank %d waits for pushes of others to end: shared memory has no room for another copy of the center",
+                self._rank,
+            )
+        return found
+
+    def _copy(self, unit: int, slot: int) -> int:
+        """Copy a unit to a slot; return the version that was copied."""
         size = self._sizes[unit] + 8 * self._workers
         while True:
             now = self.versions.now(unit)
-            self._slots[own][:size] = self._slots[now[1]][:size]
+            self._slots[slot][:size] = self._slots[now[1]][:size]
             _fence()
             if self.versions.now(unit) == now:
-                return now
-
-    def _settle(self, kind: int) -> bool:
-        """Return whether the last proposal of a slot of a class holds; then the slot that it replaces is this worker's.
-
-        The unit counts the changes of every worker, also those that others have replaced since.
-        """
-        if kind not in self._proposed:
-            return False
-        unit, number, slot = self._proposed[kind]
-        holds = self._look(unit, lambda parts: int(parts[1][self._rank])) == number
-        if holds:
-            self._own[kind], self._changes[unit] = slot, number
-        del self._proposed[kind]
-        return holds
+                return now[0]
 
     def _look(self, unit: int, function: Callable[[tuple[np.ndarray, np.ndarray]], T]) -> T:
         """Return what a function returns for the parts of one version of a unit."""
@@ -273,35 +316,53 @@ class Slots:
         return number
 
     def _wait_for(self, number: int, unit: int) -> bool:
-        """Wait for a lock; return False if its holder is stuck."""
-        pause, version, since = SHORT, self.versions.now(unit)[0], time.monotonic()
+        """Wait for a lock; return False if its holder is stuck.
+
+        It is if the unit does not change, and also after a time in which every worker has had its turn: others, who
+        wait no longer, may be changing the unit.
+        """
+        patience = max(PATIENCE * max(1, self._sizes[unit] / DEFAULT_BUCKET_BYTES), _TIMES * self._busy[unit])
+        pause, version, begun = SHORT, self.versions.now(unit)[0], time.monotonic()
+        since = begun
         while True:
             time.sleep(pause)
             if self._memory.try_lock(number):
                 return True
-            pause = min(2 * pause, LONG)
-            if time.monotonic() - since >= PATIENCE:
-                last, version, since = version, self.versions.now(unit)[0], time.monotonic()
-                if version == last:
+            pause, now = min(2 * pause, LONG), time.monotonic()
+            if now - since >= patience:
+                last, version, since = version, self.versions.now(unit)[0], now
+                if version == last or now - begun >= self._workers * patience:
                     return False
 
 
-def _plan(sizes: Sequence[int], workers: int) -> tuple[list[int], list[int]]:
-    """Return the class of every unit, and where the notes begin, then every slot, and where the last one ends.
+class _Plan:
+    """The places of slots.
 
     A class is closed where room for one more slot per worker is less than what smaller units would leave unused.
+
+    Attributes:
+        classes: the class of every unit.
+        units: the units of every class.
+        slots: the slots of every class.
+        starts: where the notes begin, then every slot, and where the last one ends.
+        reserved: where what has memory from the start ends.
     """
-    classes, of_class, widths = [0] * len(sizes), -1, list[int]()
-    order = sorted(range(len(sizes)), key=lambda unit: -sizes[unit])
-    for place, unit in enumerate(order):
-        left = len(order) - place
-        if of_class < 0 or (widths[-1] - sizes[unit]) * left > workers * sizes[unit]:
-            widths.append(sizes[unit])
-            of_class += 1
-        classes[unit] = of_class
-    counts = 8 * workers
-    slots = [widths[each] + counts for each in classes] + [width + counts for width in widths for _ in range(workers)]
-    starts = [0]
-    for nbytes in (8 * workers * (1 + len(sizes)), *slots):
-        starts.append(starts[-1] + aligned(nbytes))
-    return classes, starts
+
+    def __init__(self, sizes: Sequence[int], workers: int, large: bool) -> None:
+        self.classes, widths = [0] * len(sizes), list[int]()
+        order = sorted(range(int(large), len(sizes)), key=lambda unit: -sizes[unit])
+        for place, unit in enumerate(order):
+            left = len(order) - place
+            if not widths or (widths[-1] - sizes[unit]) * left > workers * sizes[unit]:
+                widths.append(sizes[unit])
+            self.classes[unit] = len(widths) - 1
+        if large:
+            self.classes[0] = len(widths)
+            widths.append(sizes[0])
+        kinds = [*self.classes, *(kind for kind in range(len(widths)) for _ in range(workers))]
+        self.units = [[unit for unit, each in enumerate(self.classes) if each == kind] for kind in range(len(widths))]
+        self.slots = [[slot for slot, each in enumerate(kinds) if each == kind] for kind in range(len(widths))]
+        self.starts = [0]
+        for nbytes in (8 * workers * (1 + len(sizes)), *(widths[kind] + 8 * workers for kind in kinds)):
+            self.starts.append(self.starts[-1] + aligned(nbytes))
+        self.reserved = self.starts[-workers] if large else self.starts[-1]

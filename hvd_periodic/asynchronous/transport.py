@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -16,10 +14,10 @@ import numpy as np
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors
 from hvd_periodic.asynchronous.ledger import Ledger
-from hvd_periodic.asynchronous.slots import Slots, aligned
+from hvd_periodic.asynchronous.slots import PlacedStore, Slots, aligned
+from hvd_periodic.asynchronous.stepped_center import SteppedCenter
 from hvd_periodic.comm.transports import SharedMemory
 from hvd_periodic.outer.framework import OuterOptimizer
-from hvd_periodic.vectors.store import FlatStore
 
 T = TypeVar("T")
 
@@ -92,31 +90,27 @@ class Transport(ABC):
         """Release everything once all ranks are done."""
 
 
-_STEPPED, _HEADER = 1, 8
-"""A header of 64-bit integers: the position of the mark that the center's optimizer has stepped, and the size."""
-
-
 class MemoryTransport(Transport):
     """Every worker performs the whole exchange itself, in memory that all workers see.
 
     A bucket of the center with all its vectors is a unit of :class:`.Slots`, and so is the ledger: a worker that is
-    stopped or killed in the middle of a transaction is in nobody's way. If an optimizer moves the center, its buckets
-    and its state are moved where they lie, under one lock, for which the others wait.
+    stopped or killed in the middle of a transaction is in nobody's way. If an optimizer moves the center, all its
+    buckets are one unit, with the optimizer's state.
 
     Args:
-        allocate: returns shared memory of a given number of bytes.
+        allocate: returns shared memory of a given number of bytes, and more that has no memory at first.
         parts: tensors that are exchanged.
         worker: the rank of this worker, and the number of workers.
         optimizer: optimizer of the center, if there is one.
         shapes: shape and dtype of the arrays of its state.
-        use_locking: whether transactions wait for each other. Without it, those that collide are computed again, and
-            reads of a center that an optimizer moves may see it half moved.
+        use_locking: whether transactions wait for each other. Without it, those that collide are computed again, unless
+            an optimizer moves the center.
         center: memory of a file that shows the center. Default: there is none.
     """
 
     def __init__(
         self,
-        allocate: Callable[[int], SharedMemory],
+        allocate: Callable[[int, int], SharedMemory],
         parts: Sequence[ExchangedTensors],
         worker: tuple[int, int],
         optimizer: OuterOptimizer,
@@ -125,39 +119,28 @@ class MemoryTransport(Transport):
         center: np.ndarray | None = None,
     ) -> None:
         shares = [part.layout for part in parts]
-        self._optimizer = optimizer
-        self._use_locking = use_locking
         self._rank, workers = worker
-        first = parts[: int(parts[0].optimized)]  # The part that the optimizer moves, where it lies.
-        ledger = Ledger.size(sum(len(share.buckets) for share in shares), workers)
-        units = [*CenterInMemory.sizes(parts, shares), aligned(8 * ledger)]
-        units[: len(shares[0].buckets) * len(first)] = [0] * len(shares[0].buckets) * len(first)
-        arrays = [int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for shape, dtype in shapes]
-        of_first = CenterInMemory.nbytes(first, shares[: len(first)], workers) if center is None else 0
-        starts = [0]
-        for size in (8 * _HEADER, of_first, Slots.nbytes(units, workers), *arrays):
-            starts.append(starts[-1] + aligned(size))
-        self._memory = allocate(starts[-1])
-        self.description = self._memory.description
-        header, buffer, slots, *state = (self._memory.buffer[start:stop] for start, stop in pairwise(starts))
-        self._header = header.view(np.int64)
-        self._center = CenterInMemory(parts, shares, workers, buffer if center is None else center, len(first))
+        self._center = CenterInMemory(parts, shares, workers)
         self._shown = None if center is None else CenterInMemory(parts, shares, workers, center)
-        self._slots = Slots(self._memory, slots, units, worker, in_turn=use_locking)
-        self._count, self._optimized, self._ledger_size = self._center.count, self._center.optimized, ledger
-        self._state = [
-            each[:size].view(dtype).reshape(shape)
-            for (shape, dtype), size, each in zip(shapes, arrays, state, strict=True)
-        ]
-        bind(optimizer, self._center)
+        self._count, self._optimized = self._center.count, self._center.optimized
+        self._ledger_size = Ledger.size(self._count, workers)
+        units = [*CenterInMemory.sizes(parts, shares), aligned(8 * self._ledger_size)]
+        self._stepped: SteppedCenter | None = None
+        if self._optimized:
+            self._stepped = SteppedCenter(parts[0], workers, optimizer, shapes)
+            units[: self._optimized] = [self._stepped.nbytes, *[0] * (self._optimized - 1)]
+        large = self._stepped is not None
+        self._memory = allocate(*Slots.nbytes(units, workers, large))
+        self.description = self._memory.description
+        self._slots = Slots(self._memory, units, worker, use_locking, large)
 
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Run the transactions in shared memory, bucket by bucket."""
         told = self._in_ledger(lambda ledger: ledger.begin(self._rank, exchange.speed))
         self.missed, self.relative_speed = told
         exchange = replace(exchange, staleness=self.missed)
-        if self._optimized:
-            yield from self._step(payloads, exchange)
+        if self._stepped is not None:
+            yield from self._step(self._stepped, payloads, exchange)
         for index in range(self._optimized, self._count):
             yield self._transact(index, next(payloads), exchange)
 
@@ -175,10 +158,7 @@ class MemoryTransport(Transport):
 
     def read(self, index: int) -> np.ndarray:
         """Copy a bucket; of the ledger also the counts that lie with the buckets of the center."""
-        unit = self._center.lock_of(index)
-        if unit < self._optimized:
-            with self._locked(unit):
-                return self._center.read(index)
+        unit = self._unit(index)
         if unit < self._count:
             return self._read(unit, lambda _: self._center.read(index))
         with self._slots.turn(unit):
@@ -188,45 +168,31 @@ class MemoryTransport(Transport):
         return words
 
     def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
-        """Set unit by unit, and the state of the optimizer under its lock."""
-        for index, values in enumerate(buckets):
+        """Set unit by unit."""
+        stepped, first = self._stepped, [next(buckets) for _ in range(self._optimized)]
+        if stepped is not None:
+            self._change_memory(0, lambda memory: stepped.write(memory, first, optimizer_state))
+        for index, values in enumerate(buckets, self._optimized):
             self._write(index, values)
-        if self._optimized:
-            with self._memory.lock(0, self._optimized):
-                self._header[_STEPPED] = optimizer_state is not None
-                if optimizer_state is not None:
-                    self._optimizer.load(optimizer_state)
-                    self._optimizer.push(self._state)
 
     def optimizer_state(self) -> Any:
-        """Return the state from the shared memory."""
-        with self._memory.lock(0, self._optimized):
-            if not self._header[_STEPPED]:
-                return None
-            self._optimizer.pull(self._state)
-            return self._optimizer.state()
+        """Return the state, from a copy of the shared memory."""
+        if self._stepped is None:
+            return None
+        with self._slots.turn(0):
+            return self._stepped.state(self._slots.read(0, np.copy))
 
     def close(self) -> None:
         """Release the memory."""
-        del self._center, self._header, self._state, self._slots, self._shown
+        del self._center, self._stepped, self._slots, self._shown
         self._memory.close()
 
-    def _step(self, payloads: Iterator[np.ndarray], exchange: Exchange) -> Iterator[np.ndarray]:
-        pulled = []
-        messages = [next(payloads) for _ in range(self._optimized)]
-        with self._memory.lock(0, self._optimized):
-            for index, message in enumerate(messages):
-                self._center.set_total(index, message, exchange)
-            if self._header[_STEPPED]:
-                self._optimizer.pull(self._state)
-            else:
-                self._optimizer.reset()
-            self._optimizer.step()
-            self._optimizer.push(self._state)
-            self._header[_STEPPED] = 1
-            for index in range(self._optimized):
-                pulled.append(self._center.read(index))
-        yield from pulled
+    def _step(self, stepped: SteppedCenter, payloads: Iterator[np.ndarray], exchange: Exchange) -> Iterator[np.ndarray]:
+        for index in range(self._optimized):
+            stepped.set_gradient(index, next(payloads), exchange)
+        self._change_memory(0, stepped.step)
+        for index in range(self._optimized):
+            yield stepped.read(index)
 
     def _transact(self, index: int, payload: np.ndarray, exchange: Exchange) -> np.ndarray:
         def transact(window: np.ndarray) -> np.ndarray:
@@ -238,41 +204,56 @@ class MemoryTransport(Transport):
         return self._change(index, transact)
 
     def _write(self, index: int, values: np.ndarray) -> None:
-        unit = self._center.lock_of(index)
-        if unit < self._optimized:
-            with self._locked(unit):
-                self._center.write(index, values)
-        elif unit < self._count:
+        unit = self._unit(index)
+        if unit < self._count:
             self._change(unit, lambda _: self._center.write(index, values))
         else:
             self._in_ledger(lambda ledger: np.copyto(ledger.memory, values))
             for bucket in range(self._optimized, self._count):
                 self._change(bucket, partial(np.copyto, src=values[bucket]))
 
+    def _unit(self, index: int) -> int:
+        """Return the unit in which a bucket lies."""
+        unit = self._center.lock_of(index)
+        return 0 if unit < self._optimized else unit
+
+    def _place(self, unit: int, memory: np.ndarray) -> np.ndarray:
+        """Let the center lie in the memory of a unit; return the count of its window, if it has one."""
+        if unit or self._stepped is None:
+            return self._center.place(unit, memory)
+        cast(PlacedStore, self._center.vectors[0]["center"]).places = self._stepped.places(memory)
+        return memory
+
     def _change(self, unit: int, function: Callable[[np.ndarray], T]) -> T:
         """Change a unit of the center, which lies in place inside the function; it gets the count of the window."""
+        return self._change_memory(unit, lambda memory: function(self._place(unit, memory)))
+
+    def _change_memory(self, unit: int, function: Callable[[np.ndarray], T]) -> T:
+        """Change the memory of a unit of the center, and the file."""
         with self._slots.turn(unit):
-            result = self._slots.change(unit, lambda memory: function(self._center.place(unit, memory)))
+            result = self._slots.change(unit, function)
             if self._shown is not None:
                 self._show(unit, self._shown)
         return result
 
     def _read(self, unit: int, function: Callable[[np.ndarray], T]) -> T:
         with self._slots.turn(unit):
-            return self._slots.read(unit, lambda memory: function(self._center.place(unit, memory)))
+            return self._slots.read(unit, lambda memory: function(self._place(unit, memory)))
 
     def show(self) -> None:
         """Copy all units to the file, if there is one."""
         if self._shown is not None:
-            for unit in range(self._optimized, self._count):
+            for unit in sorted({self._unit(index) for index in range(self._count)}):
                 self._show(unit, self._shown)
 
     def _show(self, unit: int, shown: CenterInMemory) -> None:
         """Copy a unit to the file; once more if the unit has changed meanwhile, as others may have copied it before."""
+        indices = [index for index in range(self._count) if self._unit(index) == unit]
 
         def show(memory: np.ndarray) -> None:
-            self._center.place(unit, memory)
-            shown.write(unit, self._center.read(unit))
+            self._place(unit, memory)
+            for index in indices:
+                shown.write(index, self._center.read(index))
 
         version = -1
         while version != (version := self._slots.versions.now(unit)[0]):
@@ -287,12 +268,3 @@ class MemoryTransport(Transport):
             return self._slots.change(
                 self._count, lambda memory: function(Ledger(self._count, memory.view(np.int64)[: self._ledger_size]))
             )
-
-    def _locked(self, index: int) -> AbstractContextManager[object]:
-        return self._memory.lock(index) if self._use_locking else nullcontext()
-
-
-def bind(optimizer: OuterOptimizer, held: CenterInMemory) -> None:
-    """Bind the optimizer to a center, if the algorithm has one."""
-    if held.total is not None:
-        optimizer.bind_host(cast(FlatStore[Any], held.vectors[0]["center"]), held.total, held.parts[0].layout)

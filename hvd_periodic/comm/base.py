@@ -215,8 +215,12 @@ class Communicator(Collectives):
         """
         raise RuntimeError(f"{type(self).__name__} cannot exchange asynchronously")
 
-    def shared_memory(self, nbytes: int) -> SharedMemory:
+    def shared_memory(self, nbytes: int, later: int = 0) -> SharedMemory:
         """Return memory that all ranks share. Collective.
+
+        Args:
+            nbytes: its size.
+            later: so many more bytes follow, which have no memory until a rank reserves some for them.
 
         Raises:
             NoSharedMemoryError: there is not enough memory; on all ranks.

@@ -126,12 +126,12 @@ class JobCommunicator(Communicator):
         """
         return self.size == 1 or self.tracker.run_blocking(self._peers.shares_memory, ASYNCHRONOUS_START)
 
-    def shared_memory(self, nbytes: int) -> SharedMemory:
+    def shared_memory(self, nbytes: int, later: int = 0) -> SharedMemory:
         """Return a window of shared memory."""
         if self.size == 1:
-            return LocalMemory(nbytes)
+            return LocalMemory(nbytes + later)
         peers = self._peers
-        return self.tracker.run_blocking(lambda: peers.shared_memory(nbytes), ASYNCHRONOUS_START)
+        return self.tracker.run_blocking(lambda: peers.shared_memory(nbytes, later), ASYNCHRONOUS_START)
 
     def messages(self) -> Messages:
         """Return messages over MPI, or else over TCP."""

@@ -80,9 +80,9 @@ class LocalCommunicator(Communicator):
         """Return that the only rank shares memory with itself."""
         return True
 
-    def shared_memory(self, nbytes: int) -> SharedMemory:
+    def shared_memory(self, nbytes: int, later: int = 0) -> SharedMemory:
         """Return memory of this process."""
-        return LocalMemory(nbytes)
+        return LocalMemory(nbytes + later)
 
 
 def only_rank() -> LocalCommunicator | None:

@@ -169,14 +169,14 @@ class MPICommunicator(Communicator):
         """Return whether all ranks are on one host."""
         return self.tracker.run_blocking(lambda: _on_one_host(self._comm), ASYNCHRONOUS_START)
 
-    def shared_memory(self, nbytes: int) -> SharedMemory:
+    def shared_memory(self, nbytes: int, later: int = 0) -> SharedMemory:
         """Return a window of shared memory; from then on, idle barriers do not wait for dead ranks."""
 
-        def window(size: int) -> WindowMemory:
-            return open_window(self.rank, self._comm.allgather, size, SPARE_BYTES_PER_RANK * self.size)
+        def window(size: int, later: int = 0) -> WindowMemory:
+            return open_window(self.rank, self._comm.allgather, size, SPARE_BYTES_PER_RANK * self.size, later)
 
         def opened() -> SharedMemory:
-            memory = window(nbytes)
+            memory = window(nbytes, later)
             if self._liveness is None:
                 self._liveness = LivenessBarrier(window(LivenessBarrier.nbytes(self.size)), self.rank, self.size)
                 self._comm.Barrier()

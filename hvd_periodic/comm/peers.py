@@ -35,9 +35,9 @@ class Peers:
         """Return whether all ranks are on one host. Collective."""
         return shares_folder(self.rank, self._gather)
 
-    def shared_memory(self, nbytes: int) -> SharedMemory:
+    def shared_memory(self, nbytes: int, later: int = 0) -> SharedMemory:
         """Return a window of shared memory. Collective."""
-        memory = open_window(self.rank, self._gather, nbytes, spare=0)
+        memory = open_window(self.rank, self._gather, nbytes, spare=0, later=later)
         if self._barrier is None:
             words = open_window(self.rank, self._gather, LivenessBarrier.nbytes(self.size), spare=0)
             self._barrier = LivenessBarrier(words, self.rank, self.size)

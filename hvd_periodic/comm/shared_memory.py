@@ -7,8 +7,8 @@ import mmap
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +51,7 @@ class WindowMemory(SharedMemory):
 
     Args:
         file: descriptor of the file, which has its full size; closed at the end.
-        nbytes: this size, a number of pages.
+        nbytes: this size, a number of pages; not all of them need to have memory.
     """
 
     description = "a window of shared memory"
@@ -61,14 +61,13 @@ class WindowMemory(SharedMemory):
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
         self.buffer = np.frombuffer(mmap.mmap(file, nbytes), dtype=np.uint8)
 
-    @contextmanager
-    def lock(self, start: int, count: int = 1) -> Iterator[None]:
-        """Lock bytes of the file, all at once, so that ranks cannot deadlock."""
-        fcntl.lockf(self._file, fcntl.LOCK_EX, count, start)
+    def reserve(self, start: int, stop: int) -> bool:
+        """Allocate part of the file."""
         try:
-            yield
-        finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN, count, start)
+            os.posix_fallocate(self._file, start, stop - start)
+        except OSError:
+            return False
+        return True
 
     def try_lock(self, number: int) -> bool:
         """Lock a byte of the file if no other process does."""
@@ -151,7 +150,7 @@ def shares_folder(rank: int, gather: Gather) -> bool:
     return together
 
 
-def open_window(rank: int, gather: Gather, nbytes: int, spare: int) -> WindowMemory:
+def open_window(rank: int, gather: Gather, nbytes: int, spare: int, later: int = 0) -> WindowMemory:
     """Return memory that all ranks of one host share, initially zero. Collective.
 
     The file is unlinked before it gets its size: however the ranks end, nothing of it remains.
@@ -161,11 +160,12 @@ def open_window(rank: int, gather: Gather, nbytes: int, spare: int) -> WindowMem
         gather: the collective through which the name of the file travels.
         nbytes: size.
         spare: bytes that must be left.
+        later: bytes that follow, and have no memory yet.
 
     Raises:
         NoSharedMemoryError: there is no room for it, or some rank cannot open the file; on all ranks.
     """
-    first, nbytes = rank == 0, -(-nbytes // _PAGE) * _PAGE
+    first, size = rank == 0, -(-(nbytes + later) // _PAGE) * _PAGE
     file, path, problem = -1, "", ""
     try:
         if first:
@@ -184,6 +184,7 @@ def open_window(rank: int, gather: Gather, nbytes: int, spare: int) -> WindowMem
     try:
         if first and not problem:
             _reserve(file, nbytes, spare)
+            os.ftruncate(file, size)
     except OSError as error:
         problem = str(error)
     problem = _first_problem(gather(problem))
@@ -191,7 +192,7 @@ def open_window(rank: int, gather: Gather, nbytes: int, spare: int) -> WindowMem
         if file >= 0:
             os.close(file)
         raise NoSharedMemoryError(problem)
-    return WindowMemory(file, nbytes)
+    return WindowMemory(file, size)
 
 
 def _reserve(file: int, nbytes: int, spare: int) -> None:

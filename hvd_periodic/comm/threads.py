@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,9 +71,9 @@ class ThreadCommunicator(Communicator):
         """Return True: the ranks are threads, which share all memory."""
         return True
 
-    def shared_memory(self, nbytes: int) -> SharedMemory:
+    def shared_memory(self, nbytes: int, later: int = 0) -> SharedMemory:
         """Return memory of this process."""
-        made = _ThreadMemory(nbytes) if self.rank == 0 else None
+        made = _ThreadMemory(nbytes + later) if self.rank == 0 else None
         memory: SharedMemory = self._group.exchange(self.rank, ("memory",), made)[0]
         return memory
 
@@ -97,14 +96,6 @@ class _ThreadMemory(LocalMemory):
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
         self._locks: dict[int, threading.Lock] = {}
-
-    @contextmanager
-    def lock(self, start: int, count: int = 1) -> Iterator[None]:
-        """Hold locks, in the order of their numbers, so that threads cannot deadlock."""
-        with ExitStack() as held:
-            for number in range(start, start + count):
-                held.enter_context(self._lock(number))
-            yield
 
     def try_lock(self, number: int) -> bool:
         """Hold a lock if it is free."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
@@ -41,15 +40,15 @@ class SharedMemory(ABC):
     description: str
 
     @abstractmethod
-    def lock(self, start: int, count: int = 1) -> AbstractContextManager[object]:
-        """Hold locks ``start`` to ``start + count`` inside the ``with`` block; waiting for them takes no CPU time.
-
-        Locks are numbers, not positions in the buffer. A rank holds one range of locks at a time.
-        """
+    def reserve(self, start: int, stop: int) -> bool:
+        """Provide memory for bytes that had none at first; return whether there is enough."""
 
     @abstractmethod
     def try_lock(self, number: int) -> bool:
-        """Hold a lock, unless another rank does; return whether this one holds it now."""
+        """Hold a lock, unless another rank does; return whether this one holds it now.
+
+        Locks are numbers, not positions in the buffer.
+        """
 
     @abstractmethod
     def unlock(self, number: int) -> None:
@@ -88,9 +87,9 @@ class LocalMemory(SharedMemory):
         self._forgotten = 0
         self._of_log = Lock()
 
-    def lock(self, start: int, count: int = 1) -> AbstractContextManager[object]:
-        """Return a context that locks nothing: there is no other rank."""
-        return nullcontext()
+    def reserve(self, start: int, stop: int) -> bool:
+        """Return True: a process gets memory when it is used."""
+        return True
 
     def try_lock(self, number: int) -> bool:
         """Return True."""

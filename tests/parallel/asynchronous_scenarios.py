@@ -27,14 +27,15 @@ from hvd_periodic.asynchronous.center_in_memory import CenterInMemory
 from hvd_periodic.asynchronous.ledger import Ledger
 from hvd_periodic.asynchronous.worker import VARIABLE
 from hvd_periodic.torch import synchronizer as module
+from hvd_periodic.torch.outer import TorchOuterOptimizer
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.vectors.layout import chunk
 from tests.conformance.messages_contract import check_messages
 from tests.counting import CountsInGroup
 from tests.helpers import random_arrays
 from tests.parallel import left_out_in_turn as in_turn_of
-from tests.parallel.program import NotApplicableError, Scenarios, attempt, repeated, stop_until
-from tests.parallel.stopped_inside import local_steps
+from tests.parallel.program import NotApplicableError, Scenarios, attempt, repeated
+from tests.parallel.stopped_inside import pushes
 from tests.parallel.torch_job import hvd
 
 MODES: dict[str, tuple[str, str]] = {
@@ -493,71 +494,45 @@ def normalized_in_turn(mode: str) -> Any:
     return results
 
 
-PLACES: dict[str, tuple[type, str]] = {"bucket": (CenterInMemory, "transact"), "ledger": (Ledger, "begin")}
-"""What a rank is doing on its copy when it is stopped."""
-
-
 @transports
 def stopped_inside() -> Any:
-    """The last rank is stopped between read and write of a transaction, until the others have pushed four times.
+    """The last rank is stopped between read and write of a transaction: of a bucket, the ledger, or an optimizer.
 
-    Reports what each rank had after every push, the center, staleness, and of all transactions the versions that they
-    replaced, bucket by bucket, which are their order.
+    Reports what each rank had after every push, the center, of all transactions the versions that they replaced, and
+    the staleness.
     """
     if hvd.size() == 1:
         raise NotApplicableError("needs several ranks")
     found = {}
-    for place, (kind, name) in PLACES.items():
+    places: dict[str, tuple[type, str]] = {
+        "bucket": (CenterInMemory, "transact"),
+        "ledger": (Ledger, "begin"),
+        "optimizer": (TorchOuterOptimizer, "step"),
+    }
+    for place, inside in places.items():
         tensor = torch.nn.Parameter(torch.zeros(9, dtype=torch.float64))
-        optimizer = elastic("window", [tensor])
+        steps = place == "optimizer"
+        optimizer = (
+            normalized("window", [tensor], 1, CENTER_OPTIMIZERS["momentum"]) if steps else elastic("window", [tensor])
+        )
         optimizer.synchronizer.begin()
-        versions = optimizer.synchronizer.exchanger.worker.transport._slots.versions
-        inside, awake, *done = (FOLDER[0] / f"{place}.{i}" for i in range(1 + hvd.size()))
-        seen, replaced, stopped = [], [], [False]
 
-        def push(tensor: Any = tensor, optimizer: Any = optimizer, versions: Any = versions, seen: Any = seen) -> Any:
-            with torch.no_grad():
-                tensor += torch.tensor(local_steps(hvd.rank(), len(seen)))
-            proposed: dict[int, int] = {}
-            with patch.object(versions, "propose", tell(versions.propose, lambda *a: proposed.update([a[:2]]))):
+        def push(numbers: list[float], tensor: Any = tensor, optimizer: Any = optimizer, steps: Any = steps) -> Any:
+            if steps:
+                show([tensor], torch.tensor(numbers, dtype=torch.float64))
+                optimizer.step()
+            else:
+                tensor.data += torch.tensor(numbers)
                 optimizer.synchronizer.sync()
-            seen.append(tensor.tolist())
-            return [proposed[bucket] for bucket in range(3)]
+            return tensor.tolist()
 
-        def stop(
-            *arguments: Any, inside: Any = inside, awake: Any = awake, done: Any = done, flag: Any = stopped
-        ) -> None:
-            if not flag[0]:
-                flag[0] = True
-                inside.touch()
-                stop_until(awake, *done)
-
-        replaced.append(push())
-        hvd.barrier()
-        if hvd.rank() == hvd.size() - 1:
-            with patch.object(kind, name, tell(getattr(kind, name), stop)):
-                replaced.append(push())
-        else:
-            while not inside.exists():
-                time.sleep(0.01)
-            replaced += [push() for _ in range(4)]
-            done[hvd.rank()].touch()
-        replaced.append(push())
+        worker, transport = (hvd.rank(), hvd.size()), optimizer.synchronizer.exchanger.worker.transport
+        path = str(FOLDER[0] / place)
+        seen, replaced = pushes(worker, hvd.barrier, path, transport, 1 if steps else 3, push, inside)
         optimizer.synchronizer.finalize()
         staleness = optimizer.synchronizer.counters.staleness_max
         found[place] = [seen, center_of([tensor], optimizer).tolist(), replaced, staleness]
     return found
-
-
-def tell(function: Callable[..., Any], heard: Callable[..., object]) -> Callable[..., Any]:
-    """Return a function that tells its arguments once it has run."""
-
-    def told(*arguments: Any) -> Any:
-        result = function(*arguments)
-        heard(*arguments)
-        return result
-
-    return told
 
 
 @transports

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 
 import hvd_periodic.tensorflow as hvdp
 from hvd_periodic.asynchronous.worker import VARIABLE
+from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from tests.parallel import left_out_in_turn as in_turn_of
 from tests.parallel.keras_scenarios import (
     LOOPS,
@@ -37,6 +38,7 @@ from tests.parallel.keras_scenarios import (
     train_step,
 )
 from tests.parallel.program import NotApplicableError, Scenarios, attempt, crossed, repeated, rotated
+from tests.parallel.stopped_inside import pushes
 from tests.parallel.tensorflow_job import hvd
 
 MODES: dict[str, tuple[str, str]] = {
@@ -50,6 +52,7 @@ V = TypeVar("V")
 
 scenario = Scenarios()
 PROCESS_SETS: list[Any] = []
+FOLDER: list[Path] = []
 
 LOCAL: dict[str, Callable[[], Any]] = {
     "sgd": lambda: keras.optimizers.SGD(0.25),
@@ -807,6 +810,28 @@ def disagree(last: dict[str, Any], others: dict[str, Any] | None = None) -> str:
 
 
 @scenario
+def stopped_inside() -> Any:
+    """The last rank is stopped in a step of the optimizer of the center, in the window; see ``stopped_inside.py``."""
+    if hvd.size() == 1:
+        raise NotApplicableError("needs several ranks")
+    w = keras.Variable(np.zeros(9), dtype="float64", name="w")
+    with patch.dict(os.environ, {VARIABLE: "window"}):
+        outer = keras.optimizers.SGD(0.25, momentum=0.5)
+        optimizer = hvdp.AGNOptimizer(keras.optimizers.SGD(0.0), None, 1, outer_optimizer=outer, asynchronous=True)
+        optimizer.build([w])
+        optimizer.synchronizer.begin()
+
+    def push(numbers: list[float]) -> list[float]:
+        optimizer.apply([tf.constant(numbers, tf.float64)], [w])
+        return list(w.numpy().tolist())
+
+    worker, transport = (hvd.rank(), hvd.size()), optimizer.synchronizer.exchanger.worker.transport
+    seen, replaced = pushes(worker, barrier, f"{FOLDER[0]}/stopped", transport, 1, push, (CenterOptimizer, "step_host"))
+    optimizer.synchronizer.finalize()
+    return [seen, read_center(optimizer, w), replaced, optimizer.synchronizer.counters.staleness_max]
+
+
+@scenario
 def refusals() -> Any:
     """Arguments that make no sense, on the last rank or on all."""
     both = {"asynchronous": True}
@@ -833,6 +858,7 @@ def refusals() -> Any:
 
 def main(folder: Path) -> None:
     """Run all scenarios."""
+    FOLDER.append(folder)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
     if int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 2:

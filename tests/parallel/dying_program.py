@@ -25,6 +25,9 @@ from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer
 
 SIZE, RATE, KILLED_AT = 1000, 0.25, 6
 
+OUTER_RATE, MOMENTUM = 0.1, 0.5
+"""Of the optimizer that moves the center in AGN."""
+
 
 def report(folder: Path, rank: int, **told: Any) -> None:
     (folder / f"{rank}.json").write_text(json.dumps({key: ends(value) for key, value in told.items()}))
@@ -36,7 +39,7 @@ def ends(value: Any) -> Any:
 
 
 def die_inside(folder: Path, rank: int, x: np.ndarray, optimizer: Any) -> None:
-    """Let the next transaction be killed when half of a bucket has moved, or the optimizer under its lock."""
+    """Let the next transaction be killed when half of a bucket has moved, or when the optimizer has stepped."""
 
     def half(held: CenterInMemory, index: int, payload: np.ndarray, exchange: Any) -> np.ndarray:
         center = held.vectors[0]["center"].read(held.buckets[index])
@@ -97,7 +100,7 @@ def of_numpy(algorithm: str, more: dict[str, Any]) -> tuple[Any, np.ndarray, Any
     optimizer = (
         ElasticAverageOptimizer(SGD(1.0), {"x": x}, 1, moving_rate=RATE, **common)
         if algorithm == "easgd"
-        else AGNOptimizer(SGD(0.1, 0.5), {"x": x}, 1, **common)
+        else AGNOptimizer(SGD(OUTER_RATE, MOMENTUM), {"x": x}, 1, **common)
     )
     return optimizer, x, lambda gradient: optimizer.step([gradient])
 
@@ -125,9 +128,10 @@ def main(folder: Path, algorithm: str, victim: int, where: str, more: int) -> No
         steps += 1
         after += bool(communicator.dead_ranks())
     optimizer.synchronizer.finalize()
-    own = x.copy()
+    own, state = x.copy(), optimizer.synchronizer.exchanger.optimizer_state()
+    velocity = state["velocities"][0] if algorithm == "agn" else None
     with optimizer.center():
-        report(folder, rank, x=own, steps=steps, center=x, lost=communicator.dead_ranks())
+        report(folder, rank, x=own, steps=steps, center=x, lost=communicator.dead_ranks(), velocity=velocity)
     print(f"Rank {rank} is at its end", flush=True)
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 V = TypeVar("V")
 
@@ -20,6 +20,9 @@ CHOSEN = "chosen.txt"
 
 NOT_RUN = "not run"
 """Key of a report: the scenarios that the job did not run, and why. Their tests are skipped."""
+
+ELSEWHERE = "other jobs have it"
+"""What the reason says for which the tests of a scenario are skipped in one job; see ``tests/every_scenario.py``."""
 
 THOROUGH = "HVD_PERIODIC_TESTS_THOROUGH"
 """Variable that ``tests/conftest.py`` sets to 1 in runs with thorough tests; the ranks of jobs inherit it."""
@@ -128,13 +131,18 @@ def attempt(function: Callable[[], Any], *more: type[Exception]) -> str:
 def column(ranks: list[dict[str, Any]], *keys: str) -> list[Any]:
     """Return what all ranks report under a path of keys; skip the test if the job did not run the scenario."""
     if isinstance(ranks[0], dict) and keys[0] in ranks[0].get(NOT_RUN, {}):
-        import pytest
-
-        pytest.skip(f"{keys[0]}: {ranks[0][NOT_RUN][keys[0]]}")
+        skip(f"{keys[0]}: {ranks[0][NOT_RUN][keys[0]]}")
     values: list[Any] = list(ranks)
     for key in keys:
         values = [value[key] for value in values]
     return values
+
+
+def skip(reason: str) -> NoReturn:
+    """Skip a test about what other jobs have."""
+    import pytest
+
+    pytest.skip(f"{reason} ({ELSEWHERE})")
 
 
 def stop_until(awake: Path, *files: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from tests.helpers import random_arrays
 from tests.parallel.launch import LAUNCHERS, run_scenarios, start
 from tests.parallel.left_out_in_turn import ALGORITHMS, Slow, order_of
-from tests.parallel.program import column, repeated
-from tests.parallel.stopped_inside import local_steps
+from tests.parallel.program import column, repeated, skip
+from tests.parallel.stopped_inside import check_steps, local_steps, order_of_pushes
 from tests.parallel.tiers import thorough
 from tests.parallel.two_hosts import mpirun_on_two_hosts
 
@@ -37,8 +37,9 @@ JOBS = [
     *(thorough(("mpirun, torch.distributed", 3)), thorough(("mpirun, MPI", 3))),
     *(("torchrun", 2, *OF_LIBRARY), ("horovodrun --gloo", 2, *OF_LIBRARY)),
     *(thorough(("torchrun", 2)), thorough(("torchrun", 3))),
+    thorough(("mpirun", 10, "descriptions", "conservation", "stopped_inside")),
 ]
-"""Launcher, ranks, and what the job runs; default: everything. The last have no MPI."""
+"""Launcher, ranks, and what the job runs; default: everything. Under ``torchrun``, there is no MPI."""
 
 RATE = 0.25
 
@@ -87,7 +88,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Reports, Report
 def of_mode(reports: Reports, scenario: str, mode: str) -> list[Any]:
     """Return what all ranks report of a transport; skip the test if the job ran the scenario on another one."""
     if mode not in column(reports, scenario)[0]:
-        pytest.skip(f"{scenario}: on another transport")
+        skip(f"{scenario}: on another transport")
     return column(reports, scenario, mode)
 
 
@@ -270,17 +271,11 @@ def test_a_rank_that_is_stopped_inside_blocks_nobody(ranks: Reports, place: str)
     Replayed in the order of the transactions, all replicas and the center are those of elastic averaging, to rounding.
     """
     reports, size = column(ranks, "stopped_inside", place), len(ranks)
+    replaced = [of_rank for _, _, of_rank, _ in reports]
     x, c = np.zeros((size, 9)), np.zeros(9)
     for bucket in range(3):
         part = slice(3 * bucket, 3 * bucket + 3)
-        order = sorted(
-            (version[bucket], rank, push)
-            for rank, (_, _, versions, _) in enumerate(reports)
-            for push, version in enumerate(versions)
-        )
-        assert len({version for version, _, _ in order}) == len(order) == 3 + 6 * (size - 1)
-        assert [push for _, rank, push in order if rank == size - 1] == [0, 1, 2]
-        for _, rank, push in order:
+        for rank, push in order_of_pushes(replaced, bucket):
             x[rank, part] += np.array(local_steps(rank, push))[part]
             difference = x[rank, part] - c[part]
             x[rank, part] -= RATE * difference
@@ -292,6 +287,10 @@ def test_a_rank_that_is_stopped_inside_blocks_nobody(ranks: Reports, place: str)
     pushed = sum(np.array(local_steps(rank, push)) for rank in range(size) for push in range(len(reports[rank][0])))
     assert np.allclose(x.sum(axis=0) + c, pushed, rtol=1e-12)
     assert reports[-1][3] >= 4 * (size - 1), "pushes of the others while it was stopped"
+
+
+def test_a_rank_that_is_stopped_in_a_step_of_the_optimizer_blocks_nobody(ranks: Reports) -> None:
+    check_steps(column(ranks, "stopped_inside", "optimizer"), rate=0.3, momentum=0.6, nesterov=True)
 
 
 def test_accumulated_gradient_normalization_in_turn(ranks: Reports) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from tests.parallel.launch import run_scenarios
 from tests.parallel.left_out_in_turn import ALGORITHMS, Slow, order_of
-from tests.parallel.program import column
+from tests.parallel.program import column, skip
+from tests.parallel.stopped_inside import check_steps
 from tests.parallel.test_scenarios import EXPECTED
 from tests.parallel.tiers import thorough
 
@@ -28,7 +29,7 @@ OF_ONE = (
 
 JOBS = [
     ("mpirun", 1, *OF_ONE),
-    ("mpirun, MPI", 2, "in_turn", "conservation"),
+    ("mpirun, MPI", 2, "in_turn", "conservation", "stopped_inside"),
     thorough(("mpirun", 1)),
     thorough(("mpirun", 3)),
     thorough(("mpirun, MPI", 2, "resume")),
@@ -108,6 +109,10 @@ def simulate(name: str, size: int, order: list[int]) -> tuple[list[list[float]],
         trajectory.append(list(x))
         centers.append(c)
     return trajectory, centers, counters
+
+
+def test_a_rank_that_is_stopped_in_a_step_of_the_optimizer_blocks_nobody(ranks: list[dict[str, Any]]) -> None:
+    check_steps(column(ranks, "stopped_inside"), rate=0.25, momentum=0.5, nesterov=False)
 
 
 def test_one_worker_is_as_in_synchronous_exchange(ranks: list[dict[str, Any]]) -> None:
@@ -343,7 +348,7 @@ def test_refusals(ranks: list[dict[str, Any]]) -> None:
 def test_graphs_of_one_worker(graphs: list[dict[str, Any]]) -> None:
     """The numbers of tf.contrib.opt, of x and of the global center variable, with every kind of variable."""
     if len(graphs) > 1:
-        pytest.skip("needs one rank")
+        skip("needs one rank")
     expected = {"zero": EXPECTED["easgd", 1], "unlocked": EXPECTED["easgd", 1], "default": DEFAULT_RHO}
     found = graphs[0]["one_worker"]
     for case, report in found.items():
@@ -435,7 +440,7 @@ class Plain:
 def test_graphs_of_one_worker_normalized(graphs: list[dict[str, Any]]) -> None:
     """The center has an optimizer of its own, whose state is its own."""
     if len(graphs) > 1:
-        pytest.skip("needs one rank")
+        skip("needs one rank")
     for name, found in graphs[0]["one_worker_normalized"].items():
         local, center = Plain(name), Plain(name)
         x = c = total = 0.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.parallel.launch import run_scenarios, start
-from tests.parallel.program import column, repeated
+from tests.parallel.program import column, repeated, skip
 from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
@@ -110,7 +110,7 @@ def test_other_numbers_of_ranks_start_from_the_center(jobs: list[Reports]) -> No
 def test_the_state_of_a_divided_center_is_cut_anew(jobs: list[Reports]) -> None:
     """On up to two ranks, a center that is divided goes where the whole one goes, to the bit; also after it was cut."""
     if "agn sharded" not in jobs[0][0]["exact"]:
-        pytest.skip("This chain follows other cases")
+        skip("This chain follows other cases")
     compared = 0
     for reports in jobs:
         found = reports[0]["among_others"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import PATIENCE
+from tests.parallel.dying_program import KILLED_AT, MOMENTUM, OUTER_RATE
 from tests.parallel.launch import MPIRUN, ROOT, environment, kill_session, python
 from tests.parallel.tiers import thorough
 
@@ -58,7 +59,8 @@ def job(
 def test_the_others_go_on(algorithm: str, victim: int, where: str, tmp_path: Path) -> None:
     """With a worker that dies between exchanges, or in the middle of a transaction; or the root.
 
-    Elastic averaging: the center is what all have pushed, and nothing of what the dead one was about to push.
+    Elastic averaging: the center is what all have pushed, and nothing of what the dead one was about to push. AGN: so
+    is the point where center and momentum would come to rest, c − λμ/(1−μ) v.
     """
     if algorithm == "torch":
         pytest.importorskip("horovod.torch")
@@ -71,6 +73,11 @@ def test_the_others_go_on(algorithm: str, victim: int, where: str, tmp_path: Pat
     assert all(0 < end < 1e6 for end in centers[0])
     assert [reports[rank]["lost"] for rank in living] == [[victim]] * 2
     if algorithm == "agn":
+        steps = sum(reports[rank]["steps"] * (1 + rank) for rank in living) + (KILLED_AT - 1) * (1 + victim)
+        for report in (reports[rank] for rank in living):
+            for c, v in zip(report["center"], report["velocity"], strict=True):
+                rest = c - OUTER_RATE * MOMENTUM / (1 - MOMENTUM) * v
+                assert rest == pytest.approx(OUTER_RATE / (1 - MOMENTUM) * steps, rel=1e-9)
         return
     for end in range(2):
         pulled = sum(report["steps"] * (1 + rank) - report["x"][end] for rank, report in reports.items())

@@ -15,6 +15,7 @@ import pytest
 
 from hvd_periodic import Communicator, Compression, PostLocal
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Algorithm, Averaging, DiLoCo, SlowMo
+from hvd_periodic.asynchronous import rounds as rounds_module
 from hvd_periodic.asynchronous.rounds import Quorum, Rounds
 from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.journal.files import read_run_log
@@ -258,6 +259,53 @@ def test_a_grace_may_be_longer_than_the_timeout() -> None:
     assert rounds.members() is None
     clock.now = 11.5
     assert (rounds.members(), rounds.failure) == ([0, 1], None)
+
+
+def test_time_in_which_the_root_is_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it goes on, it has to receive what others have sent meanwhile; other time counts, whoever comes."""
+    now = 0.0
+    monkeypatch.setattr(rounds_module, "time", SimpleNamespace(monotonic=lambda: now))
+    rounds = Rounds([10, 11, 12], Quorum(2, 0.5), lambda: 5.0)
+    for worker in range(3):
+        rounds.come(worker)
+    rounds.close([0, 1, 2])
+    for _ in range(40):
+        now += 0.5
+        assert rounds.members() is None
+    rounds.come(0)
+    now += 1000.0
+    assert rounds.members() is None
+    assert rounds.failure is None
+    rounds.come(1)
+    assert rounds.members() is None, "the grace begins"
+    now += 0.6
+    assert rounds.members() == [0, 1]
+    rounds.close([0, 1])
+    rounds.come(2)
+    for _ in range(10):
+        now += 0.6
+        assert rounds.members() is None
+    assert "rank 12 waited for ranks 10 and 11 longer than timeout_seconds=5" in str(rounds.failure)
+
+
+def test_the_default_grace_is_of_time_in_which_nobody_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(rounds_module, "time", SimpleNamespace(monotonic=lambda: now))
+    rounds = Rounds([10, 11, 12], Quorum(2))
+    for worker in range(3):
+        rounds.come(worker)
+    rounds.close([0, 1, 2])
+    for _ in range(40):
+        now += 0.5
+        assert rounds.members() is None
+    rounds.come(0)
+    rounds.come(1)
+    now += 0.9
+    assert rounds.members() is None
+    now += 0.9
+    assert rounds.members() is None
+    now += 0.3
+    assert rounds.members() == [0, 1], "a tenth of 20 seconds"
 
 
 def test_after_the_timeout_who_trains_is_told_although_others_leave() -> None:

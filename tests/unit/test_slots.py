@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from hvd_periodic import Communicator
-from hvd_periodic.algorithms import BMUF, EASGD, Algorithm, Averaging, DiLoCo, SlowMo
+from hvd_periodic.algorithms import AGN, BMUF, EASGD, Algorithm, Averaging, DiLoCo, SlowMo
 from hvd_periodic.algorithms.diloco import DelayedDiLoCo
 from hvd_periodic.asynchronous import slots as module
 from hvd_periodic.asynchronous.slots import Slots
-from hvd_periodic.comm.shared_memory import WindowMemory
+from hvd_periodic.comm.shared_memory import WindowMemory, open_window
 from hvd_periodic.comm.threads import run
-from hvd_periodic.comm.transports import LocalMemory, SharedMemory
+from hvd_periodic.comm.transports import LocalMemory
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.conftest import PATIENCE
 
@@ -51,9 +51,27 @@ def window(nbytes: int) -> Iterator[tuple[WindowMemory, str, int]]:
         memory.close()
 
 
-def workers_of(memory: SharedMemory) -> list[Slots]:
-    region = memory.buffer[: Slots.nbytes(SIZES, WORKERS)]
-    return [Slots(memory, region, SIZES, (rank, WORKERS)) for rank in range(WORKERS)]
+class OfWorker:
+    """The memory of several workers in one process, as one of them has it: it does not lock out itself."""
+
+    def __init__(self, memory: LocalMemory, owners: dict[int, OfWorker]) -> None:
+        self.buffer, self.owners = memory.buffer, owners
+        self.append, self.records, self.forget = memory.append, memory.records, memory.forget
+        self.reserve: Callable[[int, int], bool] = memory.reserve
+
+    def try_lock(self, number: int) -> bool:
+        return self.owners.setdefault(number, self) is self
+
+    def unlock(self, number: int) -> None:
+        assert self.owners.pop(number) is self
+
+
+def workers_of(large: bool = False) -> tuple[list[Slots], list[OfWorker], dict[int, OfWorker]]:
+    """Return the slots of all workers, their memories, and who holds which lock."""
+    memory, owners = LocalMemory(sum(Slots.nbytes(SIZES, WORKERS, large))), dict[int, OfWorker]()
+    memories = [OfWorker(memory, owners) for _ in range(WORKERS)]
+    slots = [Slots(cast(Any, each), SIZES, (rank, WORKERS), True, large) for rank, each in enumerate(memories)]
+    return slots, memories, owners
 
 
 def push(slots: Slots, unit: int = 1) -> int:
@@ -106,42 +124,35 @@ def stopping(memory: Any, at: int, when: str, meanwhile: Callable[[], object]) -
     return lambda: seen
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("kept", [2, 2**13])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("pushes", [1, 2, 7])
-def test_a_worker_may_be_stopped_anywhere(kept: int, when: str, pushes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_may_be_stopped_anywhere(
+    large: bool, kept: int, when: str, pushes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At every call, for one push of others or many, whether or not the log is forgotten meanwhile: each push counts.
 
     A push returns what it has moved: all pushes see different numbers.
     """
     monkeypatch.setattr(module, "_KEPT", kept)
-    at = 0
+    at, unit = 0, int(not large)
     while True:
         at += 1
-        memory = LocalMemory(Slots.nbytes(SIZES, WORKERS))
-        locks: set[int] = set()
-
-        def try_lock(number: int, locks: set[int] = locks) -> bool:
-            free = number not in locks
-            locks.add(number)
-            return free
-
-        monkeypatch.setattr(memory, "try_lock", try_lock)
-        monkeypatch.setattr(memory, "unlock", locks.discard)
-        one, *others = workers_of(memory)
-        seen = [push(each) for each in (*others, one)]
+        (one, *others), memories, owners = workers_of(large)
+        seen = [push(each, unit) for each in (*others, one)]
 
         def meanwhile(others: list[Slots] = others, seen: list[int] = seen) -> None:
-            seen += [push(others[number % 2]) for number in range(pushes)]
+            seen += [push(others[number % 2], unit) for number in range(pushes)]
 
-        calls = stopping(memory, at, when, meanwhile)
-        seen.append(push(one))
+        calls = stopping(memories[0], at, when, meanwhile)
+        seen.append(push(one, unit))
         if calls() < at:
             break
-        seen += [push(each) for each in (one, *others, one)]
+        seen += [push(each, unit) for each in (one, *others, one)]
         assert sorted(seen) == list(range(len(seen))) == list(range(8 + pushes))
-        assert {total(each) for each in (one, *others)} == {len(seen)}
-        assert not locks
+        assert {total(each, unit) for each in (one, *others)} == {len(seen)}
+        assert not owners
     assert at > 8
 
 
@@ -157,10 +168,9 @@ def test_a_worker_that_never_goes_on_takes_its_own_slot_only() -> None:
     at = 0
     while True:
         at += 1
-        memory = LocalMemory(Slots.nbytes(SIZES, WORKERS))
-        one, *others = workers_of(memory)
+        (one, *others), memories, _ = workers_of()
         push(one)
-        calls = stopping(memory, at, "after", killed)
+        calls = stopping(memories[0], at, "after", killed)
         try:
             push(one)
         except KilledError:
@@ -180,9 +190,68 @@ def test_a_worker_that_never_goes_on_takes_its_own_slot_only() -> None:
     assert at > 8
 
 
+def test_a_worker_does_not_wait_for_one_that_is_stopped_while_others_go_on() -> None:
+    """They have passed the stopped one before, and change the unit all the time."""
+    (_, two, three), (of_one, _, of_three), _ = workers_of()
+    assert of_one.try_lock(1)
+    before = of_three.try_lock
+
+    def try_lock(number: int) -> bool:
+        if number == 1:
+            assert push(two) < 10_000
+        return before(number)
+
+    of_three.try_lock = try_lock  # type: ignore[method-assign]
+    push(three)
+    assert total(three) == total(two) > 1
+
+
+def test_memory_for_those_who_are_stopped() -> None:
+    """A large unit has one spare slot; a second one gets memory when somebody is stopped in the first."""
+    (one, two, three), memories, _ = workers_of(large=True)
+    asked: list[tuple[int, int]] = []
+    for memory in memories:
+        memory.reserve = lambda start, stop: not asked.append((start, stop))  # type: ignore[func-returns-value]
+    now, later = Slots.nbytes(SIZES, WORKERS, large=True)
+    assert later == 2 * (SIZES[0] + 64), "copies of the unit, and of what each worker has changed"
+    for _ in range(3):
+        for each in (one, two, three):
+            push(each, 0)
+    assert asked == []
+    calls = stopping(memories[0], 7, "after", lambda: [push(each, 0) for each in (two, two, three)])
+    push(one, 0)
+    assert calls() > 7
+    assert {start for start, _ in asked} == {now}
+    assert len(asked) == 2, "once by each of the two"
+    assert {total(each, 0) for each in (one, two, three)} == {13}
+
+
+def test_without_memory_for_those_who_are_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    """Others wait until they go on, or end, and say so once."""
+    (_, two, _), (of_one, of_two, _), owners = workers_of(large=True)
+    asked = []
+    with two._spare(0) as slot:
+        spare = module._SLOT_LOCKS + slot
+
+    def full(start: int, stop: int) -> bool:
+        asked.append(start)
+        if len(asked) == 5:
+            del owners[spare]
+        return False
+
+    assert not owners
+    assert of_one.try_lock(spare)
+    of_two.reserve = full
+    push(two, 0)
+    assert total(two, 0) == 1
+    assert len(asked) == 6
+    assert caplog.messages == [
+        "Rank 1 waits for pushes of others to end: shared memory has no room for another copy of the center"
+    ]
+
+
 def test_units_of_one_size_and_of_others() -> None:
-    memory = LocalMemory(Slots.nbytes(SIZES, WORKERS))
-    workers = workers_of(memory)
+    workers, _, _ = workers_of()
     for number in range(20):
         push(workers[number % 3], number % 2)
         push(workers[0], 2)
@@ -191,8 +260,8 @@ def test_units_of_one_size_and_of_others() -> None:
 
 def test_threads_that_change_one_unit_at_a_time() -> None:
     def each(communicator: Any) -> int:
-        memory = communicator.shared_memory(Slots.nbytes(SIZES, 4))
-        slots = Slots(memory, memory.buffer, SIZES, (communicator.rank, 4), in_turn=communicator.rank < 2)
+        memory = communicator.shared_memory(*Slots.nbytes(SIZES, 4))
+        slots = Slots(memory, SIZES, (communicator.rank, 4), in_turn=communicator.rank < 2)
         for _ in range(50):
             push(slots)
         communicator.allgather_object(None, "done")
@@ -202,36 +271,38 @@ def test_threads_that_change_one_unit_at_a_time() -> None:
 
 
 def of_process(memory: WindowMemory, rank: int) -> Slots:
-    """Return the slots of a process that hurries."""
+    """Return the slots of a process that hurries; the first unit is large."""
     module.PATIENCE, module._KEPT = 0.01, 256
-    return Slots(memory, memory.buffer[: Slots.nbytes(SIZES, WORKERS)], SIZES, (rank, WORKERS))
+    return Slots(memory, SIZES, (rank, WORKERS), large=True)
 
 
-def child(path: str, size: int, rank: int, pushes: int) -> None:
+def child(path: str, size: int, rank: int, pushes: int, unit: int) -> None:
     """Push, in a process of its own."""
     slots = of_process(WindowMemory(os.open(path, os.O_RDWR), size), rank)
     for _ in range(pushes):
-        push(slots)
+        push(slots, unit)
 
 
-def test_processes_that_are_stopped_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def started(path: str, *arguments: int) -> subprocess.Popen[bytes]:
+    call = "import sys; from tests.unit.test_slots import child; child(sys.argv[1], *map(int, sys.argv[2:]))"
+    return subprocess.Popen([sys.executable, "-c", call, path, *map(str, arguments)], cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize("unit", [0, 1])
+def test_processes_that_are_stopped_anywhere(unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two are stopped wherever they are, until another has pushed, over and over. The log is forgotten many times."""
     monkeypatch.setattr(module, "_KEPT", module._KEPT)
     pushes = 1000
-    with window(Slots.nbytes(SIZES, WORKERS)) as (memory, path, size):
+    with window(sum(Slots.nbytes(SIZES, WORKERS, large=True))) as (memory, path, size):
         mine, own = of_process(memory, 0), 0
-        call = "import sys; from tests.unit.test_slots import child; child(sys.argv[1], *map(int, sys.argv[2:]))"
-        words = [sys.executable, "-c", call, path, str(size)]
-        children = [
-            subprocess.Popen([*words, str(rank), str(pushes)], cwd=Path(__file__).parents[2]) for rank in (1, 2)
-        ]
+        children = [started(path, size, rank, pushes, unit) for rank in (1, 2)]
         try:
-            while not total(mine) and all(each.poll() is None for each in children):
+            while not total(mine, unit) and all(each.poll() is None for each in children):
                 time.sleep(0.01)
-            while total(mine) - own < pushes and all(each.poll() is None for each in children):
+            while total(mine, unit) - own < pushes and all(each.poll() is None for each in children):
                 for each in children:
                     each.send_signal(signal.SIGSTOP)
-                push(mine)
+                push(mine, unit)
                 own += 1
                 for each in children:
                     each.send_signal(signal.SIGCONT)
@@ -241,7 +312,28 @@ def test_processes_that_are_stopped_anywhere(monkeypatch: pytest.MonkeyPatch) ->
             for each in children:
                 each.kill()
                 each.wait()
-        assert total(mine) == own + 2 * pushes
+        assert total(mine, unit) == own + 2 * pushes
+
+
+def test_processes_that_are_killed_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others go on, more often than there are slots, and nothing of a push that was under way is seen."""
+    monkeypatch.setattr(module, "_KEPT", module._KEPT)
+    with window(sum(Slots.nbytes(SIZES, WORKERS, large=True))) as (memory, path, size):
+        mine = of_process(memory, 0)
+        for _ in range(2 * WORKERS):
+            before = total(mine, 0)
+            children = [started(path, size, rank, 10**9, 0) for rank in (1, 2)]
+            try:
+                while total(mine, 0) < before + 20:
+                    assert all(each.poll() is None for each in children)
+                    time.sleep(0.001)
+            finally:
+                for each in children:
+                    each.kill()
+                    each.wait()
+            seen = [push(mine, 0) for _ in range(3)]
+            assert seen == list(range(seen[0], seen[0] + 3))
+            assert total(mine, 0) == seen[-1] + 1
 
 
 def test_the_log_of_a_window_is_forgotten(tmp_path: Path) -> None:
@@ -262,6 +354,29 @@ def test_the_log_of_a_window_is_forgotten(tmp_path: Path) -> None:
         assert os.fstat(memory._file).st_blocks < before
 
 
+def test_memory_of_a_window_that_is_provided_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is none at first; the log, which follows it, has its own."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    memory = open_window(0, lambda value: [value], 2**20, spare=0, later=2**22)
+    try:
+        taken = [512 * os.fstat(memory._file).st_blocks]
+        memory.append([1, 2, 3, 4])
+        assert memory.reserve(2**20, 2**21)
+        memory.buffer[2**21 - 1] = 7
+        taken.append(512 * os.fstat(memory._file).st_blocks)
+        assert taken[0] < 2**20 + 2**16
+        assert 2**21 <= taken[1] < 2**21 + 2**17
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        assert not memory.reserve(2**21, 2**22)
+        assert memory.records(0) == [[1, 2, 3, 4]]
+        assert (memory.buffer.size, memory.buffer[2**21 - 1]) == (2**20 + 2**22, 7)
+    finally:
+        memory.close()
+
+
 class Overwrites(DiLoCo):
     """Has an asynchronous variant that overwrites messages, as it may."""
 
@@ -278,6 +393,7 @@ class Overwrites(DiLoCo):
 ALGORITHMS: dict[str, Algorithm] = {
     "one that overwrites messages": Overwrites(),
     "elastic averaging": EASGD(0.25),
+    "accumulated gradient normalization": AGN(),
     "averaging": Averaging(),
     "diloco": DiLoCo(),
     "slowmo": SlowMo(),
@@ -288,13 +404,14 @@ ALGORITHMS: dict[str, Algorithm] = {
 def trained(algorithm: Algorithm, interrupted: bool) -> list[Any]:
     """Two workers push in turn; in the second turn, one is stopped before it swaps until the other has pushed, or not.
 
-    Return what both have then, all vectors of the center, and the counts of pushes.
+    Return what both have then, all vectors of the center, the state of its optimizer, and the counts of pushes.
     """
     begun, pushed = Event(), Event()
 
     def each(communicator: Communicator) -> Any:
         rank, x = communicator.rank, np.zeros(5)
-        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, algorithm, 1, asynchronous=True, process_set=communicator)
+        local = SGD(0.1, momentum=0.5)  # A copy moves the center of accumulated gradients.
+        optimizer = PeriodicOptimizer(local, {"x": x}, algorithm, 1, asynchronous=True, process_set=communicator)
         synchronizer = optimizer.synchronizer
         synchronizer.begin()
 
@@ -328,7 +445,13 @@ def trained(algorithm: Algorithm, interrupted: bool) -> list[Any]:
         state = synchronizer.state_dict()
         vectors = {key: value["x"].tolist() for key, value in state["vectors"]["parameters"].items()}
         communicator.allgather_object(None, "seen")
-        return x.tolist(), vectors, state["pushes"]["windows"], state["pushes"]["pushes"]
+        return (
+            x.tolist(),
+            vectors,
+            str(state["center_optimizer"]),
+            state["pushes"]["windows"],
+            state["pushes"]["pushes"],
+        )
 
     return run(2, each)
 
@@ -373,8 +496,8 @@ def test_a_full_folder_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with window(Slots.nbytes(SIZES, WORKERS)) as (memory, _, _):
-        slots = Slots(memory, memory.buffer[: Slots.nbytes(SIZES, WORKERS)], SIZES, (0, WORKERS))
+    with window(sum(Slots.nbytes(SIZES, WORKERS))) as (memory, _, _):
+        slots = Slots(memory, SIZES, (0, WORKERS))
         push(slots)
         with monkeypatch.context() as patched:
             patched.setattr(os, "write", full)

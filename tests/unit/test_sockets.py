@@ -17,14 +17,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvd_periodic.algorithms import AGN, EASGD, Algorithm, SlowMo
 from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.asynchronous.service import ANSWER, payload_tag
 from hvd_periodic.asynchronous.worker import VARIABLE
 from hvd_periodic.comm import socket_mesh
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.socket_messages import _HEAD, SocketMessages
 from hvd_periodic.comm.threads import ThreadCommunicator, run
 from hvd_periodic.comm.transports import PeerLostError
-from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, PeriodicOptimizer
 from tests.conftest import PATIENCE
 from tests.sockets import OverSockets, connected
 
@@ -411,6 +413,70 @@ def test_a_worker_that_ends_in_the_middle_of_a_push() -> None:
 
     with patch.dict(os.environ, {VARIABLE: "service"}):
         assert run(3, ranks) == [([11.0] * 5, [11.0] * 5, [2])] * 2 + [None]
+
+
+STOPPED_BEFORE: dict[str, tuple[Algorithm, dict[str, Any], int]] = {
+    "a payload": (AGN(), {}, payload_tag(1)),
+    "learning rates": (SlowMo(), {}, ANSWER),
+    "presence": (EASGD(0.25), {"parameters": {"a": "present"}}, ANSWER),
+}
+"""Algorithm, options, and the tag of the message before which a worker is stopped; another one has come before."""
+
+
+@pytest.mark.parametrize("center", ["root", "sharded"])
+@pytest.mark.parametrize("before", STOPPED_BEFORE)
+def test_a_worker_that_is_stopped_in_the_middle_of_a_push(before: str, center: str) -> None:
+    """The others push meanwhile; its push counts once when it goes on: as if it had pushed then, to the bit."""
+    algorithm, options, tag = STOPPED_BEFORE[before]
+
+    def ranks(threads: ThreadCommunicator, stops: bool, begun: threading.Event, pushed: threading.Barrier) -> Any:
+        x = {"a": np.zeros(5), "b": np.zeros(5, np.float32)}
+        place: dict[str, Any] = {"asynchronous": True, "center": center, "process_set": OverSockets(threads)}
+        optimizer = PeriodicOptimizer(SGD(0.5, 0.5), x, algorithm, 1, **place, **options)
+        optimizer.synchronizer.begin()
+
+        def step() -> None:
+            optimizer.step([np.full(5, -1.0 - threads.rank), np.full(5, -1.0 - threads.rank, np.float32)])
+
+        for turn in range(3):
+            if turn == threads.rank:
+                step()
+            threads.allgather_object(None, "pushed")
+        messages = optimizer.synchronizer.exchanger.worker.transport._requests
+        send = messages.send
+
+        def stopped(data: np.ndarray, rank: int, of: int) -> Any:
+            if of == tag and not begun.is_set():
+                begun.set()
+                pushed.wait()
+            return send(data, rank, of)
+
+        if threads.rank == 2:
+            if stops:
+                messages.send = stopped
+            else:
+                begun.set()
+                pushed.wait()
+            step()
+        else:
+            assert begun.wait(30 * PATIENCE)
+            for turn in (0, 1, 0, 1):
+                if turn == threads.rank:
+                    step()
+                turns[turn].wait()
+            pushed.wait()
+        optimizer.finalize()
+        with optimizer.center():
+            return x["a"].tolist(), x["b"].tolist()
+
+    found = []
+    with patch.dict(os.environ, {VARIABLE: "service"}):
+        for stops in (True, False):
+            turns = [threading.Barrier(2, timeout=30 * PATIENCE) for _ in range(2)]
+            shared = threading.Event(), threading.Barrier(3, timeout=30 * PATIENCE)
+            found.append(run(3, lambda threads, stops=stops, shared=shared: ranks(threads, stops, *shared)))
+    assert found[0] == found[1]
+    assert found[0] == [found[0][0]] * 3
 
 
 @pytest.mark.parametrize("center", ["root", "sharded"])

@@ -32,8 +32,7 @@ class AGNOptimizer(InitializedByTask):
             trainable variables are the replicas; centers, slots and counters are global variables. If ranks start with
             different values, without ``hvd.broadcast_global_variables(0)``, the first step broadcasts the root's.
         communication_period: local steps between exchanges (τ), or a schedule.
-        use_locking: in asynchronous exchange through shared memory, whether a rank that reads the center excludes one
-            that moves it. Synchronous exchanges never write concurrently.
+        use_locking: accepted; workers that move the center in shared memory take turns in any case.
         name: name of the optimizer.
         outer_optimizer: the optimizer of which a copy, with its own state, moves the center. Default: ``optimizer``.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
