@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +25,8 @@ _ALIGNMENT = 64
 _HANDLE = tf.TensorSpec([], tf.resource)
 """The handle of a variable."""
 
-_Kinds = tuple[tuple[tf.DType, tuple[int, ...]], ...]
-"""Dtypes and shapes of variables."""
+_Form = tuple[tuple[tuple[str, tuple[int, ...]], ...], str]
+"""Dtypes and shapes of the variables of a block, and the dtype of the block."""
 
 Key = tuple[int, int, int]
 """Key of a block: identity of the store, index of the bucket, and the block's first element in it."""
@@ -42,10 +44,6 @@ class _Place(NamedTuple):
 class _VariableBlock:
     """The variables of a block, read and assigned eagerly.
 
-    A single operation reads or assigns several variables, by a function of their handles. Blocks of the same dtypes and
-    shapes share the function, whichever optimizer they belong to. It runs in the thread that calls it, as
-    all others of TensorFlow may be waiting for this one.
-
     Args:
         variables: those of a layout.
         block: the elements that belong to this block.
@@ -53,42 +51,35 @@ class _VariableBlock:
     Attributes:
         variables: the variables of the block.
         size: number of elements.
-        at_once: whether one operation reads or assigns the block: it holds all elements of a variable, or of several
-            in host memory.
+        kind: dtype of the block.
+        at_once: whether an operation may read and assign the block with others: it holds all elements of its variables,
+            which are in host memory.
     """
 
     def __init__(self, variables: Sequence[Any], block: Bucket) -> None:
         self.variables = [variables[piece.tensor] for piece in block.pieces]
-        self.size, self._kind = block.size, block.kind
+        self.size, self.kind = block.size, block.kind
         sizes = [variable.shape.num_elements() for variable in self.variables]
         self._slices = [slice(piece.start, piece.stop) for piece in block.pieces]
         whole = self._slices == [slice(0, size) for size in sizes]
-        self.at_once = whole and (len(sizes) == 1 or all(map(is_in_host_memory, self.variables)))
+        self.at_once = whole and all(map(is_in_host_memory, self.variables))
 
     @cached_property
-    def _handles(self) -> list[tf.Tensor]:
+    def handles(self) -> list[tf.Tensor]:
+        """The handles of the variables."""
         return [variable.handle for variable in self.variables]
 
     @cached_property
-    def _kinds(self) -> _Kinds:
-        return tuple((variable.dtype.base_dtype, tuple(variable.shape.as_list())) for variable in self.variables)
+    def form(self) -> _Form:
+        """The dtypes and shapes of the variables, and the dtype of the block."""
+        variables = self.variables
+        return tuple((v.dtype.base_dtype.name, tuple(v.shape.as_list())) for v in variables), self.kind
 
     def read(self) -> np.ndarray:
-        """Return the elements, not to be changed: they may be the memory of a variable."""
-        if len(self.variables) > 1 and self.at_once:
-            return np.asarray(_called(_reader(self._kinds, self._kind), self._handles, [tf.as_dtype(self._kind)])[0])
-        pairs = zip(self._handles, self._kinds, self._slices, strict=True)
-        parts = [_memory_of(handle, dtype)[elements] for handle, (dtype, _), elements in pairs]
-        array = parts[0].astype(self._kind, copy=False) if len(parts) == 1 else joined(parts, self._kind)
-        array.flags.writeable = False
-        return array
-
-    def assign(self, array: np.ndarray) -> None:
-        """Assign the elements at once; the variables may keep the memory of the array."""
-        if len(self.variables) > 1:
-            _called(_writer(self._kinds, self._kind), [as_tensor(array), *self._handles], [])
-        else:
-            _assign(self.variables[0], array)
+        """Return the elements, each variable for itself."""
+        pairs = zip(self.variables, self._slices, strict=True)
+        parts = [_memory_of(variable)[elements] for variable, elements in pairs]
+        return parts[0].astype(self.kind, copy=False) if len(parts) == 1 else joined(parts, self.kind)
 
 
 class Blocks:
@@ -97,6 +88,7 @@ class Blocks:
     Attributes:
         runs: groups of blocks that are written together, each with its store.
         of_key: the variables of every block.
+        of_store: the blocks of a store, by its identity.
         of_bucket: the blocks of a bucket, by the identity of its store and its index.
         of_variable: the locations of a variable's elements, by the identity of the variable.
     """
@@ -104,6 +96,7 @@ class Blocks:
     def __init__(self, stores: Sequence[Store[Any]]) -> None:
         self.runs: list[tuple[Store[Any], list[Bucket]]] = []
         self.of_key: dict[Key, _VariableBlock] = {}
+        self.of_store: dict[int, dict[Key, _VariableBlock]] = {}
         self.of_bucket: dict[tuple[int, int], list[tuple[Key, Bucket]]] = {}
         self.of_variable: dict[int, list[_Place]] = {}
         for store in stores:
@@ -116,7 +109,9 @@ class Blocks:
             blocks = blocks_of(bucket) if bucket.size else ()
             run += blocks
             self.of_bucket[id(store), bucket.index] = [(key_of(store, block), block) for block in blocks]
-            self.of_key |= {key_of(store, block): _VariableBlock(variables, block) for block in blocks}
+            of_bucket = {key_of(store, block): _VariableBlock(variables, block) for block in blocks}
+            self.of_key |= of_bucket
+            self.of_store.setdefault(id(store), {}).update(of_bucket)
             for block in blocks:
                 for piece in block.pieces:
                     place = _Place(key_of(store, block), piece.offset, piece.start, piece.stop)
@@ -127,15 +122,21 @@ class Blocks:
 
 
 class _Arrays(dict[Key, np.ndarray]):
-    """The arrays that represent blocks; those that are not given are read when they are needed."""
+    """The arrays that represent blocks; if one is not given, all of its store are read when it is needed.
+
+    They must not be changed, since they may be the memory of variables.
+    """
 
     def __init__(self, blocks: Blocks, given: Iterable[tuple[Key, np.ndarray]] = ()) -> None:
         super().__init__(given)
         self._blocks = blocks
 
     def __missing__(self, key: Key) -> np.ndarray:
-        array = self[key] = self._blocks.of_key[key].read()
-        return array
+        needed = {each: block for each, block in self._blocks.of_store[key[0]].items() if each not in self}
+        for each, array in zip(needed, _read(list(needed.values())), strict=True):
+            array.flags.writeable = False
+            self[each] = array
+        return self[key]
 
 
 class HostValues:
@@ -171,8 +172,7 @@ class HostValues:
         places = self._blocks.of_variable.get(id(variable))
         if places is None:
             none = variable.shape.num_elements() == 0  # A session cannot read it here.
-            dtype = variable.dtype.base_dtype
-            return np.empty(0, dtype.as_numpy_dtype) if none else _memory_of(variable.handle, dtype)
+            return np.empty(0, variable.dtype.as_numpy_dtype) if none else _memory_of(variable)
         if len(places) == 1:
             key, offset, start, stop = places[0]
             return self._arrays[key][offset : offset + stop - start]
@@ -221,16 +221,18 @@ class HostValues:
 
     def release(self) -> None:
         """Write changed values to the variables, for code that reads or assigns them."""
-        at_once, others = list[tuple[_VariableBlock, np.ndarray]](), dict[int, tuple[Any, np.ndarray]]()
-        for key in self._changed:
+        at_once: dict[int, dict[Key, np.ndarray]] = {}
+        others: dict[int, tuple[Any, np.ndarray]] = {}
+        for key in sorted(self._changed):
             block = self._blocks.of_key[key]
             if block.at_once:
-                at_once.append((block, self._arrays[key]))
+                at_once.setdefault(key[0], {})[key] = self._arrays[key]
             else:
                 others |= {id(variable): (variable, self.read(variable)) for variable in block.variables}
+        blocks = self._blocks
         self._forget()
-        for block, array in at_once:
-            block.assign(array)
+        for of_store in at_once.values():
+            _assign_all([blocks.of_key[key] for key in of_store], list(of_store.values()))
         for variable, array in others.values():
             _assign(variable, array)
 
@@ -344,9 +346,10 @@ def address_of(array: np.ndarray) -> int:
     return address
 
 
-def _memory_of(handle: tf.Tensor, dtype: tf.DType) -> np.ndarray:
+def _memory_of(variable: Any) -> np.ndarray:
     """Return the memory of a variable, flat; an assignment gives the variable other memory."""
-    flat = np.asarray(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)).reshape(-1)
+    value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype.base_dtype)
+    flat = np.asarray(value).reshape(-1)
     flat.flags.writeable = False
     return flat
 
@@ -363,32 +366,70 @@ def is_in_host_memory(variable: Any) -> bool:
     return (device.device_type, device.device_index) == ("CPU", 0)
 
 
+def _read(blocks: Sequence[_VariableBlock]) -> list[np.ndarray]:
+    """Return the elements of blocks, which may be the memory of variables."""
+    at_once = [block for block in blocks if block.at_once]
+    if sum(len(block.variables) for block in at_once) < 2:
+        return [block.read() for block in blocks]
+    handles = list(chain.from_iterable(block.handles for block in at_once))
+    kinds = [tf.as_dtype(block.kind) for block in at_once]
+    found = iter(_called(_reader(tuple(block.form for block in at_once)), handles, kinds))
+    return [np.asarray(next(found)) if block.at_once else block.read() for block in blocks]
+
+
+def _assign_all(blocks: Sequence[_VariableBlock], arrays: Sequence[np.ndarray]) -> None:
+    """Assign blocks at once; their variables may keep the memory of the arrays."""
+    handles = list(chain.from_iterable(block.handles for block in blocks))
+    if len(handles) == 1:
+        _assign(blocks[0].variables[0], arrays[0])
+    else:
+        _called(_writer(tuple(block.form for block in blocks)), [*map(as_tensor, arrays), *handles], [])
+
+
+def _called(function: Any, arguments: Sequence[tf.Tensor], kinds: Sequence[tf.DType]) -> list[tf.Tensor]:
+    """Return the results of a function that one operation calls; checks of an ordinary call take ten times as long.
+
+    It runs in this thread, since all others of TensorFlow may be waiting for it.
+    """
+    results: list[tf.Tensor] = tf.raw_ops.StatefulPartitionedCall(
+        args=arguments, Tout=kinds, f=function, executor_type="SINGLE_THREADED_EXECUTOR"
+    )
+    return results
+
+
 @cache
-def _reader(kinds: _Kinds, kind: str) -> Any:
-    """Return a function of the handles of variables that returns their elements as one vector."""
+def _reader(forms: tuple[_Form, ...]) -> Any:
+    """Return a function of the handles of variables that returns blocks; for all blocks of these forms."""
 
-    def read(*handles: tf.Tensor) -> tf.Tensor:
-        flat, parts = tf.constant([-1]), []
-        for handle, (dtype, _) in zip(handles, kinds, strict=True):
-            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
-            parts.append(tf.cast(tf.raw_ops.Reshape(tensor=value, shape=flat), kind))
-        return tf.concat(parts, axis=0)
+    def read(*handles: tf.Tensor) -> list[tf.Tensor]:
+        rest, flat = iter(handles), tf.constant([-1])
+        vectors = []
+        for variables, kind in forms:
+            values = [tf.raw_ops.ReadVariableOp(resource=next(rest), dtype=dtype) for dtype, _ in variables]
+            parts = [tf.cast(tf.raw_ops.Reshape(tensor=value, shape=flat), kind) for value in values]
+            vectors.append(parts[0] if len(parts) == 1 else tf.concat(parts, axis=0))
+        return vectors
 
-    return _traced(read, [_HANDLE] * len(kinds))
+    return _traced(read, [_HANDLE] * sum(len(variables) for variables, _ in forms))
 
 
 @cache
-def _writer(kinds: _Kinds, kind: str) -> Any:
-    """Return a function of a vector and the handles of variables that assigns their elements."""
-    sizes = [tf.TensorShape(shape).num_elements() for _, shape in kinds]
+def _writer(forms: tuple[_Form, ...]) -> Any:
+    """Return a function of blocks and the handles of their variables that assigns these; for all of these forms."""
+    sizes = [[math.prod(shape) for _, shape in variables] for variables, _ in forms]
+    vectors = [tf.TensorSpec([sum(each)], kind) for each, (_, kind) in zip(sizes, forms, strict=True)]
 
-    def assign(vector: tf.Tensor, *handles: tf.Tensor) -> None:
-        shapes = {shape: tf.constant(shape, tf.int32) for _, shape in kinds}
-        for handle, part, (dtype, shape) in zip(handles, tf.split(vector, sizes), kinds, strict=True):
-            value = tf.cast(tf.raw_ops.Reshape(tensor=part, shape=shapes[shape]), dtype)
-            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+    def assign(*arguments: tf.Tensor) -> None:
+        rest, shapes = iter(arguments[len(forms) :]), dict[tuple[int, ...], tf.Tensor]()
+        for vector, of_block, (variables, _) in zip(arguments[: len(forms)], sizes, forms, strict=True):
+            parts = [vector] if len(of_block) == 1 else tf.split(vector, of_block)
+            for part, (dtype, shape) in zip(parts, variables, strict=True):
+                if shape not in shapes:
+                    shapes[shape] = tf.constant(shape, tf.int32)
+                value = tf.cast(tf.raw_ops.Reshape(tensor=part, shape=shapes[shape]), dtype)
+                tf.raw_ops.AssignVariableOp(resource=next(rest), value=value)
 
-    return _traced(assign, [tf.TensorSpec([sum(sizes)], kind), *[_HANDLE] * len(kinds)])
+    return _traced(assign, [*vectors, *[_HANDLE] * sum(map(len, sizes))])
 
 
 def _traced(function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Any:
@@ -399,11 +440,3 @@ def _traced(function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Any
             return function(*arguments)
 
     return tf.function(on_processor, autograph=False).get_concrete_function(*specs)
-
-
-def _called(function: Any, arguments: Sequence[tf.Tensor], kinds: Sequence[tf.DType]) -> list[tf.Tensor]:
-    """Return the results of a function; the checks of an ordinary call would take ten times as long."""
-    results: list[tf.Tensor] = tf.raw_ops.StatefulPartitionedCall(
-        args=arguments, Tout=kinds, f=function, executor_type="SINGLE_THREADED_EXECUTOR"
-    )
-    return results
