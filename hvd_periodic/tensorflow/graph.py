@@ -255,17 +255,12 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         if examples is not None:
             self.progress.work(examples, updated)
         due = self.count(updated)
-        restart, run = self._in_python(self.restart_center), self._in_python(self._exchange_or_land)
-        # One call: each operation of a branch that is not taken would cost time.
-        exchange = tf.function(run, autograph=False, experimental_attributes={"_noinline": True})
         if self.warmup.until is not None:
-            tf.cond(tf.equal(self.steps_to_switch(), 0), restart, lambda: tf.constant(False))
-        is_landing_due = self.progress.is_landing_due
+            self._in_python(self.restart_center)(tf.equal(self.steps_to_switch(), 0))
+        exchange, is_landing_due = self._in_python(self._exchange_or_land), self.progress.is_landing_due
         if is_landing_due is False:
-            return tf.cond(due, exchange, lambda: tf.constant(False))
-        with tf.control_dependencies(
-            [tf.cond(tf.logical_or(due, is_landing_due), exchange, lambda: tf.constant(False))]
-        ):
+            return exchange(due)
+        with tf.control_dependencies([exchange(tf.logical_or(due, is_landing_due))]):
             return tf.identity(due)
 
     def count(self, updated: Any = True) -> Any:
@@ -277,8 +272,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         """Return, in a graph, for how many more local steps gradients are averaged over the ranks that exchange."""
         return self.progress.steps_to(self.warmup.until or 0)
 
-    def _in_python(self, run: Callable[[], object]) -> Callable[[], tf.Tensor]:
-        """Return a function with which a graph runs Python code and waits for it; it returns True."""
+    def _in_python(self, run: Callable[[], object]) -> Callable[..., tf.Tensor]:
+        """Return a function with which a graph runs Python code and waits for it, as :func:`hosted` does."""
         if self.membership.communicator.elastic:
             run = as_elastic_jobs_heed(run)
         return hosted(run, self.replica.values, *self._hosted_variables())
@@ -301,7 +296,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     def step_variables(self) -> list[tf.Variable]:
         """Return the variables of steps that exchanges or :attr:`after_exchange` may read or assign."""
-        stores, others, _ = self._hosted_variables()
+        stores, others = self._hosted_variables()
         found = [*(variable for store in stores for variable in store.tensors()), *others]
         return list({id(variable): variable for variable in found}.values())
 
@@ -318,18 +313,13 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
                 found += [*group.center_state.values(), *more, *group.error_feedback.stores().values()]
         return list({id(store): store for store in found}.values())
 
-    def _hosted_variables(self) -> tuple[list[Store[Any]], list[tf.Variable], list[Store[Any]]]:
-        """Return ``stores``, ``others`` and ``lent`` of :func:`hosted` for an exchange of a compiled step.
+    def _hosted_variables(self) -> tuple[list[Store[Any]], list[tf.Variable]]:
+        """Return ``stores`` and ``others`` of :func:`hosted` for an exchange of a compiled step.
 
         In an elastic job, the variables of the center may be replaced later, so Python reads and assigns them directly.
         """
-        replica, lent = self.replica, list[Store[Any]]()
-        whole = not self.membership.communicator.elastic
-        for group in self.tensor_groups if whole else ():
-            if group.total is not None and not group.algorithm.reads_before:  # Its optimizer alone reads the center.
-                lent += group.center_state.values()
-        counters, *stores = self.stores(of_center=whole)
-        stores = [store for store in stores if all(store is not other for other in lent)]
+        replica = self.replica
+        counters, *stores = self.stores(of_center=not self.membership.communicator.elastic)
         others = [*([] if replica.constants is None else replica.constants.tensors()), *self.read_by_callback]
         if self._local is not None:
             if self.exchanger.context.optimizer_state is not None or self.exchanger.finite.skips:
@@ -337,9 +327,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             state = self._local.variables()
             others += state if self.after_exchange is not None else [v for v in state if v.shape.rank == 0]
         if not replica.in_host_memory:
-            others += [variable for store in (*stores, *lent) for variable in store.tensors()]
-            stores, lent = [], []
-        return [counters, *{id(store): store for store in stores}.values()], others, lent
+            others += [variable for store in stores for variable in store.tensors()]
+            stores = []
+        return [counters, *{id(store): store for store in stores}.values()], others
 
     def _maximum(self, value: Any) -> Any:
         """Return the maximum of a scalar over all ranks."""

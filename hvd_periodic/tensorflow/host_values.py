@@ -1,9 +1,12 @@
-"""Arrays that represent variables while a compiled step waits for Python."""
+"""Arrays that represent variables while a graph waits for Python."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +22,12 @@ _BLOCK_BYTES = 512 * 2**10
 _ALIGNMENT = 64
 """Alignment in bytes at which TensorFlow and numpy can share memory."""
 
+_HANDLE = tf.TensorSpec([], tf.resource)
+"""The handle of a variable."""
+
+_Form = tuple[tuple[tuple[str, tuple[int, ...]], ...], str]
+"""Dtypes and shapes of the variables of a block, and the dtype of the block."""
+
 Key = tuple[int, int, int]
 """Key of a block: identity of the store, index of the bucket, and the block's first element in it."""
 
@@ -32,17 +41,62 @@ class _Place(NamedTuple):
     stop: int
 
 
+class _VariableBlock:
+    """The variables of a block, read and assigned eagerly.
+
+    Args:
+        variables: those of a layout.
+        block: the elements that belong to this block.
+
+    Attributes:
+        variables: the variables of the block.
+        size: number of elements.
+        kind: dtype of the block.
+        at_once: whether an operation may read and assign the block with others: it holds all elements of its variables,
+            which are in host memory.
+    """
+
+    def __init__(self, variables: Sequence[Any], block: Bucket) -> None:
+        self.variables = [variables[piece.tensor] for piece in block.pieces]
+        self.size, self.kind = block.size, block.kind
+        sizes = [variable.shape.num_elements() for variable in self.variables]
+        self._slices = [slice(piece.start, piece.stop) for piece in block.pieces]
+        whole = self._slices == [slice(0, size) for size in sizes]
+        self.at_once = whole and all(map(is_in_host_memory, self.variables))
+
+    @cached_property
+    def handles(self) -> list[tf.Tensor]:
+        """The handles of the variables."""
+        return [variable.handle for variable in self.variables]
+
+    @cached_property
+    def form(self) -> _Form:
+        """The dtypes and shapes of the variables, and the dtype of the block."""
+        variables = self.variables
+        return tuple((v.dtype.base_dtype.name, tuple(v.shape.as_list())) for v in variables), self.kind
+
+    def read(self) -> np.ndarray:
+        """Return the elements, each variable for itself."""
+        pairs = zip(self.variables, self._slices, strict=True)
+        parts = [_memory_of(variable)[elements] for variable, elements in pairs]
+        return parts[0].astype(self.kind, copy=False) if len(parts) == 1 else joined(parts, self.kind)
+
+
 class Blocks:
     """The blocks of stores: whole variables, or parts of large ones; small variables share a block.
 
     Attributes:
         runs: groups of blocks that are written together, each with its store.
+        of_key: the variables of every block.
+        of_store: the blocks of a store, by its identity.
         of_bucket: the blocks of a bucket, by the identity of its store and its index.
         of_variable: the locations of a variable's elements, by the identity of the variable.
     """
 
     def __init__(self, stores: Sequence[Store[Any]]) -> None:
         self.runs: list[tuple[Store[Any], list[Bucket]]] = []
+        self.of_key: dict[Key, _VariableBlock] = {}
+        self.of_store: dict[int, dict[Key, _VariableBlock]] = {}
         self.of_bucket: dict[tuple[int, int], list[tuple[Key, Bucket]]] = {}
         self.of_variable: dict[int, list[_Place]] = {}
         for store in stores:
@@ -55,6 +109,9 @@ class Blocks:
             blocks = blocks_of(bucket) if bucket.size else ()
             run += blocks
             self.of_bucket[id(store), bucket.index] = [(key_of(store, block), block) for block in blocks]
+            of_bucket = {key_of(store, block): _VariableBlock(variables, block) for block in blocks}
+            self.of_key |= of_bucket
+            self.of_store.setdefault(id(store), {}).update(of_bucket)
             for block in blocks:
                 for piece in block.pieces:
                     place = _Place(key_of(store, block), piece.offset, piece.start, piece.stop)
@@ -64,26 +121,43 @@ class Blocks:
                 run = []
 
 
+class _Arrays(dict[Key, np.ndarray]):
+    """The arrays that represent blocks; if one is not given, all of its store are read when it is needed.
+
+    They must not be changed, since they may be the memory of variables.
+    """
+
+    def __init__(self, blocks: Blocks, given: Iterable[tuple[Key, np.ndarray]] = ()) -> None:
+        super().__init__(given)
+        self._blocks = blocks
+
+    def __missing__(self, key: Key) -> np.ndarray:
+        needed = {each: block for each, block in self._blocks.of_store[key[0]].items() if each not in self}
+        for each, array in zip(needed, _read(list(needed.values())), strict=True):
+            array.flags.writeable = False
+            self[each] = array
+        return self[key]
+
+
 class HostValues:
     """The values of variables as flat numpy arrays.
 
-    While a compiled step waits for Python, an array represents each block of its stores: the graph packs small
-    variables and passes the memory of large ones, since an operation that Python starts takes ten times as long.
-    Otherwise, variables are read and assigned directly. An array that was read is valid until the next write, and must
-    not be changed.
+    While a graph waits for Python, an array represents each block of its stores: the block is read at most once, and
+    assigned once if it has changed. Otherwise, variables are read and assigned directly. An array that was read must
+    not be changed, and is valid until the next write.
     """
 
     def __init__(self) -> None:
         self._blocks = Blocks([])
-        self._arrays: dict[Key, np.ndarray] = {}
+        self._arrays = _Arrays(self._blocks)
         self._whole: dict[tuple[int, int], np.ndarray] = {}
         self._changed: set[Key] = set()
         self._own: set[Key] = set()
 
     @contextmanager
-    def standing_for(self, blocks: Blocks, arrays: Iterable[tuple[Key, np.ndarray]]) -> Iterator[None]:
-        """Represent all or some of the blocks by arrays inside the ``with`` block."""
-        self._blocks, self._arrays = blocks, dict(arrays)
+    def standing_for(self, blocks: Blocks, arrays: Iterable[tuple[Key, np.ndarray]] = ()) -> Iterator[None]:
+        """Represent the blocks by arrays inside the ``with`` block; those not given are read when they are needed."""
+        self._blocks, self._arrays = blocks, _Arrays(blocks, arrays)
         try:
             yield
         finally:
@@ -91,25 +165,27 @@ class HostValues:
 
     def holds(self, variable: Any) -> bool:
         """Return whether arrays represent a variable now."""
-        places = self._blocks.of_variable.get(id(variable), ())
-        return bool(places) and all(place.key in self._arrays for place in places)
+        return id(variable) in self._blocks.of_variable
 
     def read(self, variable: Any) -> np.ndarray:
         """Return the elements of a variable."""
-        if variable.shape.num_elements() == 0:
-            return np.empty(0, variable.dtype.as_numpy_dtype)
-        if not self.holds(variable):
-            return _memory_of(variable)
-        places = self._blocks.of_variable[id(variable)]
+        places = self._blocks.of_variable.get(id(variable))
+        if places is None:
+            none = variable.shape.num_elements() == 0  # A session cannot read it here.
+            return np.empty(0, variable.dtype.as_numpy_dtype) if none else _memory_of(variable)
+        if len(places) == 1:
+            key, offset, start, stop = places[0]
+            return self._arrays[key][offset : offset + stop - start]
         parts = [self._arrays[key][offset : offset + stop - start] for key, offset, start, stop in places]
-        return parts[0] if len(parts) == 1 else joined(parts, parts[0].dtype)
+        return joined(parts, parts[0].dtype)
 
     def write(self, variable: Any, array: np.ndarray) -> None:
         """Set the elements of a variable."""
-        if not self.holds(variable):
+        places = self._blocks.of_variable.get(id(variable))
+        if places is None:
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.constant(array.reshape(variable.shape)))
             return
-        for key, offset, start, stop in self._blocks.of_variable[id(variable)]:
+        for key, offset, start, stop in places:
             self._copy_of(key)[offset : offset + stop - start] = array[start:stop]
 
     def read_bucket(self, store: Store[Any], bucket: Bucket) -> np.ndarray | None:
@@ -126,7 +202,7 @@ class HostValues:
         """Set a bucket of a store, or a part of one; return False if no array represents it now."""
         parts = self._parts(store, bucket)
         for key, within, of_bucket in parts:
-            if within == slice(0, self._arrays[key].size):
+            if within == slice(0, self._blocks.of_key[key].size):
                 self._replace(key, array[of_bucket])
             else:
                 self._copy_of(key)[within] = array[of_bucket]
@@ -143,17 +219,22 @@ class HostValues:
         """Return whether any of these blocks has values that its variables do not have yet."""
         return any(key_of(store, block) in self._changed for block in blocks)
 
-    def release(self, but: Sequence[Store[Any]] = ()) -> None:
-        """Write changed values to the variables, for code that reads or assigns them; skip the stores in ``but``."""
-        written = [
-            (store, block, self._arrays[key_of(store, block)])
-            for store, run in self._blocks.runs
-            if self.changed(store, run) and all(store is not other for other in but)
-            for block in run
-        ]
+    def release(self) -> None:
+        """Write changed values to the variables, for code that reads or assigns them."""
+        at_once: dict[int, dict[Key, np.ndarray]] = {}
+        others: dict[int, tuple[Any, np.ndarray]] = {}
+        for key in sorted(self._changed):
+            block = self._blocks.of_key[key]
+            if block.at_once:
+                at_once.setdefault(key[0], {})[key] = self._arrays[key]
+            else:
+                others |= {id(variable): (variable, self.read(variable)) for variable in block.variables}
+        blocks = self._blocks
         self._forget()
-        for store, block, array in written:
-            store.write(block, array)
+        for of_store in at_once.values():
+            _assign_all([blocks.of_key[key] for key in of_store], list(of_store.values()))
+        for variable, array in others.values():
+            _assign(variable, array)
 
     def _parts(self, store: Store[Any], bucket: Bucket) -> list[tuple[Key, slice, slice]]:
         """Return all blocks that overlap with (part of) a bucket: key, slice of the block, slice of the bucket."""
@@ -164,7 +245,7 @@ class HostValues:
                 slice(max(block.start - bucket.start, 0), min(bucket.stop, block.stop) - bucket.start),
             )
             for key, block in self._blocks.of_bucket.get((id(store), bucket.index), ())
-            if bucket.start < block.stop and block.start < bucket.stop and key in self._arrays
+            if bucket.start < block.stop and block.start < bucket.stop
         ]
 
     def _replace(self, key: Key, array: np.ndarray) -> None:
@@ -183,7 +264,8 @@ class HostValues:
         return self._arrays[key]
 
     def _forget(self) -> None:
-        self._blocks, self._arrays, self._whole = Blocks([]), {}, {}
+        self._blocks, self._whole = Blocks([]), {}
+        self._arrays = _Arrays(self._blocks)
         self._changed.clear()
         self._own.clear()
 
@@ -214,10 +296,11 @@ def joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
 
 def as_tensor(array: np.ndarray) -> tf.Tensor:
     """Return a tensor of an array, which shares its memory if possible: neither may be changed."""
-    with tf.device("CPU:0"):
-        if array.ctypes.data % _ALIGNMENT or not (array.flags.writeable and array.flags.c_contiguous and array.size):
-            return tf.constant(array)
+    can_share = array.flags.writeable and array.flags.c_contiguous and array.size and array.dtype.isbuiltin == 1
+    if can_share and address_of(array) % _ALIGNMENT == 0:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    with tf.device("CPU:0"):
+        return tf.constant(array)
 
 
 def as_array(tensor: tf.Tensor) -> np.ndarray:
@@ -266,6 +349,94 @@ def address_of(array: np.ndarray) -> int:
 def _memory_of(variable: Any) -> np.ndarray:
     """Return the memory of a variable, flat; an assignment gives the variable other memory."""
     value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype.base_dtype)
-    flat = np.reshape(np.asarray(value), -1)
+    flat = np.asarray(value).reshape(-1)
     flat.flags.writeable = False
     return flat
+
+
+def _assign(variable: Any, array: np.ndarray) -> None:
+    """Assign the elements of a variable, which may keep the memory of the array."""
+    value = array.reshape(variable.shape).astype(variable.dtype.as_numpy_dtype, copy=False)
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=as_tensor(value))
+
+
+def is_in_host_memory(variable: Any) -> bool:
+    """Return whether a variable is in the memory in which Python runs."""
+    device = tf.DeviceSpec.from_string(variable.device)
+    return (device.device_type, device.device_index) == ("CPU", 0)
+
+
+def _read(blocks: Sequence[_VariableBlock]) -> list[np.ndarray]:
+    """Return the elements of blocks, which may be the memory of variables."""
+    at_once = [block for block in blocks if block.at_once]
+    if sum(len(block.variables) for block in at_once) < 2:
+        return [block.read() for block in blocks]
+    handles = list(chain.from_iterable(block.handles for block in at_once))
+    kinds = [tf.as_dtype(block.kind) for block in at_once]
+    found = iter(_called(_reader(tuple(block.form for block in at_once)), handles, kinds))
+    return [np.asarray(next(found)) if block.at_once else block.read() for block in blocks]
+
+
+def _assign_all(blocks: Sequence[_VariableBlock], arrays: Sequence[np.ndarray]) -> None:
+    """Assign blocks at once; their variables may keep the memory of the arrays."""
+    handles = list(chain.from_iterable(block.handles for block in blocks))
+    if len(handles) == 1:
+        _assign(blocks[0].variables[0], arrays[0])
+    else:
+        _called(_writer(tuple(block.form for block in blocks)), [*map(as_tensor, arrays), *handles], [])
+
+
+def _called(function: Any, arguments: Sequence[tf.Tensor], kinds: Sequence[tf.DType]) -> list[tf.Tensor]:
+    """Return the results of a function that one operation calls; checks of an ordinary call take ten times as long.
+
+    It runs in this thread, since all others of TensorFlow may be waiting for it.
+    """
+    results: list[tf.Tensor] = tf.raw_ops.StatefulPartitionedCall(
+        args=arguments, Tout=kinds, f=function, executor_type="SINGLE_THREADED_EXECUTOR"
+    )
+    return results
+
+
+@cache
+def _reader(forms: tuple[_Form, ...]) -> Any:
+    """Return a function of the handles of variables that returns blocks; for all blocks of these forms."""
+
+    def read(*handles: tf.Tensor) -> list[tf.Tensor]:
+        rest, flat = iter(handles), tf.constant([-1])
+        vectors = []
+        for variables, kind in forms:
+            values = [tf.raw_ops.ReadVariableOp(resource=next(rest), dtype=dtype) for dtype, _ in variables]
+            parts = [tf.cast(tf.raw_ops.Reshape(tensor=value, shape=flat), kind) for value in values]
+            vectors.append(parts[0] if len(parts) == 1 else tf.concat(parts, axis=0))
+        return vectors
+
+    return _traced(read, [_HANDLE] * sum(len(variables) for variables, _ in forms))
+
+
+@cache
+def _writer(forms: tuple[_Form, ...]) -> Any:
+    """Return a function of blocks and the handles of their variables that assigns these; for all of these forms."""
+    sizes = [[math.prod(shape) for _, shape in variables] for variables, _ in forms]
+    vectors = [tf.TensorSpec([sum(each)], kind) for each, (_, kind) in zip(sizes, forms, strict=True)]
+
+    def assign(*arguments: tf.Tensor) -> None:
+        rest, shapes = iter(arguments[len(forms) :]), dict[tuple[int, ...], tf.Tensor]()
+        for vector, of_block, (variables, _) in zip(arguments[: len(forms)], sizes, forms, strict=True):
+            parts = [vector] if len(of_block) == 1 else tf.split(vector, of_block)
+            for part, (dtype, shape) in zip(parts, variables, strict=True):
+                if shape not in shapes:
+                    shapes[shape] = tf.constant(shape, tf.int32)
+                value = tf.cast(tf.raw_ops.Reshape(tensor=part, shape=shapes[shape]), dtype)
+                tf.raw_ops.AssignVariableOp(resource=next(rest), value=value)
+
+    return _traced(assign, [*vectors, *[_HANDLE] * sum(map(len, sizes))])
+
+
+def _traced(function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Any:
+    """Return a function for the processor, on arguments of these specifications."""
+
+    def on_processor(*arguments: tf.Tensor) -> Any:
+        with tf.device("CPU:0"):
+            return function(*arguments)
+
+    return tf.function(on_processor, autograph=False).get_concrete_function(*specs)

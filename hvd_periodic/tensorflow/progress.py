@@ -156,7 +156,7 @@ class VariableProgress(ProgressTracker):
     def see(self, names: Sequence[str], fragments: int) -> None:
         """Note that an update has gradients of some parameters; also in a graph."""
         variable, mask = self.note_variables[SEEN], [[name in names for name in self._present]] * fragments
-        if self._values.holds(variable):
+        if tf.executing_eagerly():
             self._set(variable, np.maximum(self._values.read(variable).reshape(fragments, -1), mask))
         else:
             variable.assign(tf.maximum(variable, tf.constant(mask, variable.dtype)))
@@ -217,14 +217,16 @@ class VariableProgress(ProgressTracker):
         """Add to counters, by name; also in a graph."""
         for name, more in increments.items():
             variable = self.variables[name]
-            if self._values.holds(variable):
+            if tf.executing_eagerly():
                 self._set(variable, self._number(name) + more)
-            else:
-                variable.assign_add(tf.cast(more, variable.dtype))
+            elif more is not False:
+                number = tf.cast(more, variable.dtype) if tf.is_tensor(more) else int(more)
+                variable.assign_add(number, read_value=False)
 
     def count(self, updated: Any) -> Any:
         """Count one iteration; return whether an exchange is due then, as a boolean scalar."""
-        self.add(local_steps=1, skipped_updates=tf.logical_not(updated))
+        skipped = not updated if isinstance(updated, bool) else tf.logical_not(updated)
+        self.add(local_steps=1, skipped_updates=skipped)
         return self.is_due
 
     @property

@@ -63,7 +63,8 @@ class VariableCenterReader(CenterReader[Any]):
         """Return assertions that make a compiled step fail inside the ``center()`` block, and after ``adopt()``."""
         if self._refusal is None or tf.executing_eagerly():
             return []
-        return [tf.debugging.Assert(tf.equal(self._refusal, ""), [self._refusal])]
+        refusal = tf.convert_to_tensor(self._refusal)
+        return [tf.raw_ops.Assert(condition=tf.equal(refusal, ""), data=[refusal])]
 
     def _refuse(self, why: str) -> None:
         if self._refusal is not None:

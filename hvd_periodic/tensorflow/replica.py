@@ -16,8 +16,7 @@ from hvd_periodic.keras.model import Named, NamedVariables
 from hvd_periodic.keras.replica import NamedReplica
 from hvd_periodic.replica import SOME
 from hvd_periodic.tensorflow.host import in_session
-from hvd_periodic.tensorflow.host_values import HostValues, blocks_of, empty
-from hvd_periodic.tensorflow.hosted import is_in_host_memory
+from hvd_periodic.tensorflow.host_values import HostValues, blocks_of, empty, is_in_host_memory
 from hvd_periodic.tensorflow.leaves import Tensors
 from hvd_periodic.tensorflow.progress import NewVariable
 from hvd_periodic.tensorflow.space import HostSpace, TensorSpace

@@ -28,18 +28,18 @@ class VariableStore(Store[Any]):
 
     def __init__(self, layout: Layout, variables: Sequence[tf.Variable]) -> None:
         self.layout = layout
-        self._variables: list[Any] = list(variables)
+        self._variables: Any = list(variables)
         self._begun: tuple[int, list[tf.Tensor]] = (0, [])
 
     def read(self, bucket: Bucket, out: Any = None) -> Any:
         """Return the values of a bucket as one new tensor."""
-        parts = []
+        flat, parts = tf.constant([-1]), []
         for piece in bucket.pieces:
-            flat = tf.reshape(self._variables[piece.tensor], [-1])
+            part = tf.reshape(self._variables[piece.tensor], flat)
             if piece.stop - piece.start < self.layout.specs[piece.tensor].size:
-                flat = flat[piece.start : piece.stop]
-            parts.append(tf.cast(flat, bucket.kind))
-        return tf.concat(parts, axis=0) if parts else tf.zeros([0], bucket.kind)
+                part = part[piece.start : piece.stop]
+            parts.append(tf.cast(part, bucket.kind))
+        return _concatenated(parts) if parts else tf.zeros([0], bucket.kind)
 
     def write(self, bucket: Bucket, value: Any) -> None:
         """Write a bucket; assign the variables that it completes."""
@@ -54,7 +54,8 @@ class VariableStore(Store[Any]):
 
     def _split(self, bucket: Bucket, value: Any) -> list[Any]:
         """Return the pieces of a bucket."""
-        return tf.split(value, [piece.stop - piece.start for piece in bucket.pieces]) if bucket.pieces else []
+        sizes = [piece.stop - piece.start for piece in bucket.pieces]
+        return tf.split(value, sizes) if len(sizes) > 1 else [value] * len(sizes)
 
     def tensors(self) -> list[Any]:
         """Return the variables."""
@@ -62,11 +63,11 @@ class VariableStore(Store[Any]):
 
     def _assign_part(self, index: int, start: int, stop: int, parts: list[Any]) -> None:
         """Assign elements of a variable, given parts of them."""
-        spec, value = self.layout.specs[index], tf.concat(parts, axis=0)
+        spec, value = self.layout.specs[index], _concatenated(parts)
         if stop - start < spec.size:
             flat = tf.reshape(self._variables[index], [-1])
             value = tf.concat([flat[:start], tf.cast(value, flat.dtype), flat[stop:]], axis=0)
-        self._assign(index, tf.reshape(value, spec.shape))
+        self._assign(index, value if len(spec.shape) == 1 else tf.reshape(value, spec.shape))
 
     def _assign(self, index: int, value: tf.Tensor) -> None:
         variable = self._variables[index]
@@ -124,6 +125,10 @@ class ArrayStore(VariableStore):
             flat = self._values.read(variable)
             parts = [flat[:start], *parts, flat[stop:]]
         self._values.write(variable, joined(parts, variable.dtype.as_numpy_dtype))
+
+
+def _concatenated(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    return parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)
 
 
 def layout_of(named: Sequence[tuple[str, tf.Variable]], bucket_bytes: int) -> Layout:

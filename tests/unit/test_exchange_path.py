@@ -143,7 +143,56 @@ def test_keras(exchanges: list[Trace], eager: bool) -> None:
     model.fit(np.ones((16, 3)), np.ones((16, 2)), batch_size=4, verbose=0)
     assert len(exchanges) == 2
     check_asked_once(exchanges[1])
-    exchanges[1].check(Limits(39, 143, 370))
+    exchanges[1].check(Limits(39, 143, 330))
+
+
+def operations(optimizer: Any, count: int) -> int:
+    """Return the operations of a compiled step of variables, with those of the functions that it calls."""
+    import tensorflow as tf
+
+    variables = [tf.Variable(tf.zeros(3), name=f"v{i}") for i in range(count)]
+    optimizer.build(variables)
+    step = tf.function(lambda: optimizer.apply([tf.ones(3)] * count), autograph=False)
+    graph = step.get_concrete_function().graph.as_graph_def()
+    return len(graph.node) + sum(len(function.node_def) for function in graph.library.function)
+
+
+@pytest.mark.parametrize(
+    ("name", "of_one", "per_variable"),
+    [
+        ("averaging", 40, 1),
+        ("elastic averaging", 40, 1),
+        ("elastic averaging, rho > 0", 48, 8),
+        ("AGN", 45, 5),
+        ("DiLoCo", 40, 2),
+        ("overlap", 45, 1),
+    ],
+)
+def test_operations_of_a_compiled_step(name: str, of_one: int, per_variable: int) -> None:
+    """Each takes time to trace, at every compilation: a step holds nothing of an exchange, which is in Python."""
+    keras = pytest.importorskip("keras")
+    pytest.importorskip("horovod.tensorflow")
+    import hvd_periodic.tensorflow as hvdp
+
+    algorithms: dict[str, tuple[Any, dict[str, Any]]] = {
+        "averaging": (hvdp.Averaging, {}),
+        "elastic averaging": (lambda: hvdp.EASGD(0.3), {}),
+        "elastic averaging, rho > 0": (lambda: hvdp.EASGD(0.3, rho=0.1), {}),
+        "AGN": (hvdp.AGN, {}),
+        "DiLoCo": (hvdp.DiLoCo, {}),
+        "overlap": (hvdp.Averaging, {"overlap": 1}),
+    }
+
+    def added(count: int) -> int:
+        """Return the operations of a step of so many variables that are not the plain optimizer's."""
+        plain, local = keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1)
+        algorithm, options = algorithms[name]
+        periodic = hvdp.PeriodicOptimizer(local, None, algorithm(), 4, process_set=LocalCommunicator(), **options)
+        return operations(periodic, count) - operations(plain, count)
+
+    one, six = added(1), added(6)
+    assert one <= of_one
+    assert six - one <= 5 * per_variable, (one, six)
 
 
 def test_session(exchanges: list[Trace]) -> None:

@@ -20,21 +20,36 @@ class TensorStore(VariableStore):
     def __init__(self, layout: Any, variables: Sequence[tf.Variable]) -> None:
         super().__init__(layout, variables)
         self.variables = list(variables)
-
         self._written: set[int] = set()
 
     def load_variables(self) -> None:
-        """Load the values of the variables at the time when the graph runs."""
-        self._variables = [value_of(variable) for variable in self.variables]
+        """Load the values of the variables that are needed from here on, at the time when the graph runs."""
+        self._variables = _Values(self.variables)
         self._written.clear()
+
+    def tensors(self) -> list[Any]:
+        """Return the values."""
+        return [self._variables[index] for index in range(len(self.variables))]
 
     def assign(self) -> Assigned:
         """Return the operations that assign the values written since :meth:`load_variables`."""
         return [self.variables[index].assign(self._variables[index]) for index in sorted(self._written)]
 
     def _assign(self, index: int, value: tf.Tensor) -> None:
-        self._variables[index] = tf.cast(value, self._variables[index].dtype)
+        self._variables[index] = tf.cast(value, self.variables[index].dtype.base_dtype)
         self._written.add(index)
+
+
+class _Values(dict[int, Any]):
+    """The values of variables by index; those that are not set are loaded when they are needed."""
+
+    def __init__(self, variables: Sequence[tf.Variable]) -> None:
+        super().__init__()
+        self._variables = variables
+
+    def __missing__(self, index: int) -> tf.Tensor:
+        value = self[index] = value_of(self._variables[index])
+        return value
 
 
 def value_of(variable: Any) -> tf.Tensor:

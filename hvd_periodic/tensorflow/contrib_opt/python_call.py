@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, branch, nothing
-from hvd_periodic.tensorflow.host_values import Blocks, HostValues
-from hvd_periodic.tensorflow.hosted import on_arrays
+from hvd_periodic.tensorflow.host_values import Blocks, HostValues, address_of, copied_if_in, key_of
 from hvd_periodic.tensorflow.private import eager
 from hvd_periodic.vectors.layout import Bucket
 from hvd_periodic.vectors.store import Store
@@ -40,16 +39,22 @@ def python_call(
         kinds: dtypes of the arrays that the code returns.
     """
     given = Blocks(stores)
-    results: list[np.ndarray] = []
+    keys = [key_of(store, block) for store, of_run in given.runs for block in of_run]
 
-    def note(*arrays: np.ndarray) -> None:
-        results[:] = run(*arrays) or []
-
-    call = on_arrays(note, values, stores, given)
-
-    def call_eagerly(*arrays: np.ndarray) -> list[np.ndarray]:
-        with eager():
-            return [*call(*arrays), *results]
+    def call(*arrays: np.ndarray) -> list[np.ndarray]:
+        arrays, more = arrays[: len(keys)], arrays[len(keys) :]
+        for array in arrays:
+            array.flags.writeable = False  # It may be the memory of a variable.
+        theirs = set(map(address_of, arrays))  # A result in this memory would keep the arrays of all former exchanges.
+        with eager(), values.standing_for(given, zip(keys, arrays, strict=True)):
+            results = run(*more) or []
+            changed = [values.changed(store, of_run) for store, of_run in given.runs]
+            after = [
+                copied_if_in(store.read(block), theirs) if is_changed else np.empty(0, block.kind)
+                for is_changed, (store, of_run) in zip(changed, given.runs, strict=True)
+                for block in of_run
+            ]
+        return [np.array(changed, bool), *after, *results]
 
     graph_side = {id(store): TensorStore(store.layout, store.tensors()) for store in stores}
     for side in graph_side.values():
@@ -57,7 +62,7 @@ def python_call(
     taken = [graph_side[id(store)].read(block) for store, of_run in given.runs for block in of_run]
     returned = [tf.as_dtype(block.kind) for _, of_run in given.runs for block in of_run]
     with tf.device("CPU:0"):
-        changed, *after = tf.numpy_function(call_eagerly, [*taken, *inputs], [tf.bool, *returned, *kinds])
+        changed, *after = tf.numpy_function(call, [*taken, *inputs], [tf.bool, *returned, *kinds])
     after, outputs = after[: len(returned)], after[len(returned) :]
     assigned: Assigned = [changed]
     for is_changed, (store, of_run) in zip(tf.unstack(changed, len(given.runs)), given.runs, strict=True):
