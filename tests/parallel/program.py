@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -135,6 +137,20 @@ def column(ranks: list[dict[str, Any]], *keys: str) -> list[Any]:
     for key in keys:
         values = [value[key] for value in values]
     return values
+
+
+@contextmanager
+def log() -> Iterator[list[str]]:
+    """Collect the lines of the package's log inside a ``with`` block."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hvd_periodic")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def stop_until(awake: Path, *files: Path) -> None:
