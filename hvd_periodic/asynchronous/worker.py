@@ -559,6 +559,20 @@ class Worker:
         """Discard the final center, if training continues after :meth:`finish`."""
         self._final = None
 
+    def any_dead(self, where: str) -> bool:
+        """Return whether a rank has died, the same on all ranks that live; collective.
+
+        The first barrier waits for every rank that lives. The second tells all whether some rank knows of a death: it
+        enters with the number of the optimizer, and the others join.
+
+        Args:
+            where: the call in which the ranks are.
+        """
+        with self.communicator.tracker.at(where):
+            self.communicator.idle_barrier(self.membership.number)
+            knows = bool(self.communicator.dead_ranks())
+            return self.communicator.idle_barrier(self.membership.number if knows else 0) > 0
+
     def close(self, where: str = "the end of the process, after asynchronous exchange") -> None:
         """Wait for all ranks, then release everything; collective.
 

@@ -16,6 +16,9 @@ from hvd_periodic.logs import logger
 STATES, MORE = "states", "more"
 """Keys of the states of additional objects, and of plain values, in a file."""
 
+OwnContent = Callable[[], dict[str, Any] | None]
+"""Returns the content of the file that this rank has written; None if there is none."""
+
 
 def resume(
     path: Path,
@@ -23,7 +26,7 @@ def resume(
     step: int | None,
     leaves: Leaves,
     stateful: Collection[str],
-    restore: Callable[[dict[str, Any], bool], None],
+    restore: Callable[[dict[str, Any], bool, OwnContent], None],
     on_error: Callable[[str], None],
 ) -> dict[str, Any]:
     """Load the file from which this rank resumes; return its plain values, or none if there is no file.
@@ -34,7 +37,8 @@ def resume(
         step: local steps of the set. Default: the newest set.
         leaves: handles the tensors of a framework.
         stateful: names of the objects whose states are restored.
-        restore: receives the content of the file, and whether it was saved among other ranks.
+        restore: receives the content of the file, whether it was saved among other ranks, and a function that returns
+            the content of the file that this rank has written, for what is each rank's own; or None, with a warning.
         on_error: called with an error before it is raised, to tell the other ranks if this one continues; first with
             "".
 
@@ -51,12 +55,25 @@ def resume(
             return {}
         content = read_content(source.file)
         with naming(source.file):
-            saved = decode(content, leaves)
+            saved: dict[str, Any] = decode(content, leaves)
         missing = sorted(set(stateful) - saved[STATES].keys())
         if missing:
             there = ", ".join(saved[STATES]) or "none"
             raise ValueError(f"{source.file} has no state of `{missing[0]}`. It has states of: {there}")
-        restore(saved, source.among_others)
+
+        def own_content() -> dict[str, Any] | None:
+            if source.own:
+                return saved
+            file = source.own_file()
+            if file is None:
+                text = "Rank %d has written no file of %s: its 'local' parameters keep the values of its own model"
+                logger.warning(text, everyone.global_rank, source.saved.folder)
+                return None
+            with naming(file):
+                found: dict[str, Any] = decode(read_content(file), leaves)
+                return found
+
+        restore(saved, source.among_others, own_content)
     except Exception as error:
         on_error(str(error))
         raise

@@ -173,12 +173,22 @@ class Source:
         file: its path.
         own: this rank has written it, among the same ranks as now.
         among_others: it was saved among other ranks, so that all ranks start from the center.
+        written: the file that a rank of this number has written, with its entry; None if this rank sees none.
     """
 
     saved: SavedSet
     file: Path
     own: bool
     among_others: bool
+    written: tuple[Path, Entry] | None
+
+    def own_file(self) -> Path | None:
+        """Return the file that a rank of this number has written, also among other ranks; None if there is none here.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        return None if self.written is None else _undamaged(*self.written)
 
 
 def find_file(path: Path, rank: int, among: str, is_root: bool, step: int | None = None) -> Source | None:
@@ -234,10 +244,16 @@ def _source(saved: SavedSet, rank: int, among: str, is_root: bool) -> Source | N
             return None
         missing = manifest.files[rank if not among_others else manifest.root].file
         raise ValueError(f"{saved.folder / missing} is missing")
-    file, entry = present[source_rank], manifest.files[source_rank]
+    file = _undamaged(present[source_rank], manifest.files[source_rank])
+    written = (present[rank], manifest.files[rank]) if rank in present else None
+    return Source(saved, file, source_rank == rank and not among_others, among_others, written)
+
+
+def _undamaged(file: Path, entry: Entry) -> Path:
+    """Return a file; raise a ValueError if it is not the one of the entry."""
     if digest_of(file) != (entry.size, entry.sha256):
         raise ValueError(f"{file} is damaged or belongs to another checkpoint: its SHA-256 differs from the manifest")
-    return Source(saved, file, own=source_rank == rank and not among_others, among_others=among_others)
+    return file
 
 
 def _steps(found: list[SavedSet]) -> str:

@@ -251,11 +251,12 @@ class Communicator(Collectives):
         ids = self.allgather_object(barrier_id, "hvd_periodic.assembly")
         return lambda: common_barrier(ids)
 
-    def idle_barrier(self, barrier_id: int) -> None:
-        """Wait for all ranks without occupying a core; see :meth:`begin_idle_barrier`."""
+    def idle_barrier(self, barrier_id: int) -> int:
+        """Wait for all ranks without occupying a core; return what the function of :meth:`begin_idle_barrier` does."""
         poll = self.begin_idle_barrier(barrier_id)
-        while poll() is None:
+        while (number := poll()) is None:
             time.sleep(LONG)
+        return number
 
     @property
     def channel(self) -> object:

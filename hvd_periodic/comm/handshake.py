@@ -29,6 +29,7 @@ class Purpose(IntEnum):
     TRAINER = 9
     COMPLETE = 10
     ADOPT = 11
+    SESSION_END = 12
 
 
 TRAINER_CALLS = ("a collective of the trainer", "construction of a strategy", "the end of training")
@@ -144,6 +145,7 @@ _ADVICE = {
     Purpose.AUDIT: "Call audit() and broadcast() on all ranks together",
     Purpose.BROADCAST: "Call audit() and broadcast() on all ranks together",
     Purpose.ADOPT: "Call adopt() on all ranks together, after the same local step",
+    Purpose.SESSION_END: "All ranks take equally many steps in a session of TensorFlow 1",
     Purpose.START: "After training has begun, load a state on every rank or on none",
 }
 """What to do about ranks that are in different calls, of which one is this; the first that applies counts."""
@@ -164,6 +166,7 @@ _CALLS = {
     Purpose.COMMIT: "commit()",
     Purpose.COMPLETE: "completion of a background save",
     Purpose.ADOPT: "adopt()",
+    Purpose.SESSION_END: "end of a session",
 }
 
 

@@ -78,6 +78,9 @@ def adopt(synchronizer: Any, successor: Callable[[], Successor[V]]) -> None:
     refused = refusal(synchronizer) or ("before a synchronous warmup ends" if synchronizer.warmup.active else None)
     if refused is not None:
         raise RuntimeError(unavailable(refused))
+    worker = synchronizer.exchanger.worker
+    if worker is not None and worker.any_dead("adopt()"):
+        raise RuntimeError(unavailable(_DIED))
     with _without(synchronizer.handshake, synchronizer.replica.changes):
         _exchange_last(synchronizer)
     state = synchronizer.checkpoint.save()
@@ -91,7 +94,6 @@ def adopt(synchronizer: Any, successor: Callable[[], Successor[V]]) -> None:
         vars(synchronizer).update(before)
         raise
     _carry_over(synchronizer, new, before, state)
-    worker = before["exchanger"].worker
     if worker is not None:
         worker.close("adopt()")
 
@@ -106,11 +108,10 @@ def unavailable(where: str) -> str:
 
 
 def refusal(synchronizer: Any) -> str | None:
-    """Return the kind of training that cannot adopt, or None: the same on all ranks that know of the same deaths."""
+    """Return the kind of training that cannot adopt, the same on all ranks; or None."""
     membership, exchanger = synchronizer.membership, synchronizer.exchanger
     refused = {
         _UNFINISHED: exchanger.worker is not None and not (synchronizer.begun and exchanger.worker.finished),
-        _DIED: bool(membership.communicator.dead_ranks()),
         "where ranks exchange in groups of their own": membership.is_lockstep_group,
         "where gradients are averaged": membership.in_groups or membership.group is not None,
     }

@@ -213,7 +213,10 @@ class ExchangeSpec(Generic[V]):
         return self.rates if self.algorithm.uses_learning_rate and self.rates is not None else self.center_optimizer
 
     def tensors(self) -> list[Tensors]:
-        """Return all exchanged tensors: the parameters first, then statistics, which follow fixed rules."""
+        """Return all exchanged tensors: the parameters first, then statistics, which follow fixed rules.
+
+        A kind of which this rank holds no element, as shards of small parameters, is left out.
+        """
         replica = self.replica
         kinds = [
             ("parameters", replica.parameters, self.algorithm),
@@ -222,7 +225,11 @@ class ExchangeSpec(Generic[V]):
             ("integers", replica.integers, Maximum()),
             ("from_root", replica.from_root, Broadcast()),
         ]
-        return [Tensors(name, values, algorithm) for name, values, algorithm in kinds if values is not None]
+        return [
+            Tensors(name, values, algorithm)
+            for name, values, algorithm in kinds
+            if values is not None and values.layout.buckets
+        ]
 
     def groups(
         self,

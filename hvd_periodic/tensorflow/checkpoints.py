@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,15 @@ import keras
 import numpy as np
 
 from hvd_periodic.checkpoints import Saving
-from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
+from hvd_periodic.checkpoints.resuming import MORE, STATES, OwnContent, resume
 from hvd_periodic.comm.membership import TrainingGroup, ranks_of_levels
 from hvd_periodic.elastic.shards import start_from_saved_center
 from hvd_periodic.keras.model import described
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.leaves import Tensors
+from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer, levels_of
+from hvd_periodic.tensorflow.optimizer_state import state_of
 from hvd_periodic.tensorflow.resharding import resharded
 from hvd_periodic.tensorflow.settings import innermost
 from hvd_periodic.tensorflow.store import array_of
@@ -113,13 +115,20 @@ def load(
     levels = _levels(optimizer)
     stateful = {name: value for name, value in more.items() if _has_variables(value)}
 
-    def restore(saved: dict[str, Any], among_others: bool) -> None:
-        assigned = [
-            *_pairs("local optimizer", _local_variables(optimizer), saved["local"]),
-            *_pairs("model", _variables(model), saved["model"]),
-        ]
-        for name, value in stateful.items():
-            assigned += _pairs(f"`{name}`", _variables(value), saved[STATES][name])
+    def restore(saved: dict[str, Any], among_others: bool, own_content: OwnContent) -> None:
+        def pairs_of(content: dict[str, Any]) -> list[tuple[Any, np.ndarray]]:
+            found = [
+                *_pairs("local optimizer", _local_variables(optimizer), content["local"]),
+                *_pairs("model", _variables(model), content["model"]),
+            ]
+            for name, value in stateful.items():
+                found += _pairs(f"`{name}`", _variables(value), content[STATES][name])
+            return found
+
+        assigned, own = pairs_of(saved), _own(levels, optimizer, stateful.values())
+        mine = own_content() if own else saved
+        if mine is not saved:
+            assigned = _with_own(assigned, None if mine is None else pairs_of(mine), own)
         states = [
             _cut_anew(_renamed(state, level), level) for level, state in zip(levels, saved["exchanges"], strict=True)
         ]
@@ -161,6 +170,26 @@ def _everyone(levels: Sequence[VariableSynchronizer]) -> TrainingGroup:
 def _local_variables(optimizer: Any) -> list[Any]:
     """Return the variables of the optimizer that takes the local steps; none for a synchronizer."""
     return [] if isinstance(optimizer, VariableSynchronizer) else _variables(innermost(optimizer))
+
+
+def _own(levels: Sequence[VariableSynchronizer], optimizer: Trained, others: Iterable[Any]) -> set[int]:
+    """Return the identities of ``"local"`` parameters, and of what local optimizers keep of them."""
+    own = {id(variable) for level in levels for _, variable in level.replica.named.own}
+    local = [] if isinstance(optimizer, VariableSynchronizer) else [innermost(optimizer)]
+    local += [other for other in others if isinstance(other, keras.optimizers.Optimizer)]
+    return own | {id(variable) for each in local for variable in state_of(each, own)} if own else own
+
+
+def _with_own(
+    assigned: Sequence[tuple[Any, np.ndarray]], mine: Sequence[tuple[Any, np.ndarray]] | None, own: Collection[int]
+) -> list[tuple[Any, np.ndarray]]:
+    """Return variables with the values to assign, of some this rank's own; if it has saved none, leave them out."""
+    if mine is None:
+        return [(variable, value) for variable, value in assigned if id(native(variable)) not in own]
+    return [
+        (variable, value if id(native(variable)) in own else given)
+        for (variable, given), (_, value) in zip(assigned, mine, strict=True)
+    ]
 
 
 def _variables(owner: Any) -> list[Any]:

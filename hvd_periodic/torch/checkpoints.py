@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hvd_periodic.checkpoints import Saving
-from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
+from hvd_periodic.checkpoints.resuming import MORE, STATES, OwnContent, resume
 from hvd_periodic.comm.membership import TrainingGroup, ranks_of_levels
 from hvd_periodic.elastic.shards import start_from_saved_center
 from hvd_periodic.torch.leaves import Tensors
@@ -98,7 +98,8 @@ def load(
     - Every rank has found its own file: training resumes exactly, bit for bit.
     - Only the root's file exists: all ranks resume from it, with the root's replica and center.
     - Other ranks, or another number of ranks, wrote the files: all ranks start from the center, with the counters, the
-      state of the center's optimizer, and the state of the root's local optimizer; the log says so.
+      state of the center's optimizer, and the state of the root's local optimizer; the log says so. A rank that wrote
+      a file keeps its own ``"local"`` parameters, and a new one has those of its model.
     - Ranks have found different checkpoints, for example after a crash while each was writing to its own disk: an error
       on all ranks that names the steps. Pass an ``at_step`` that all ranks have.
     - A file is missing, truncated, altered, or of another checkpoint: an error that names the file, at once on the
@@ -128,13 +129,12 @@ def load(
     levels = _levels(optimizer)
     stateful = {name: value for name, value in more.items() if has_state(value)}
 
-    def restore(saved: dict[str, Any], among_others: bool) -> None:
+    def restore(saved: dict[str, Any], among_others: bool, own_content: OwnContent) -> None:
+        local = {name for level in levels for name in level.replica.local_names}
+        mine = own_content() if local else saved
+        if mine is not saved:
+            saved = _with_own(saved, mine, local, model, {STATE_KEY: _innermost(optimizer), **stateful})
         state = saved["optimizer"]
-        if among_others and any(level.replica.local_names for level in levels):
-            raise ValueError(
-                "it was saved by other ranks, and has no values for the `parameters` that are 'local' on this one: "
-                "resume on the same ranks; or export the center with center_state_dict(), and start from it"
-            )
         if among_others:
             _reshard_saved(levels, state)
         optimizer.load_state_dict(state)
@@ -181,6 +181,44 @@ def _named_as_in(model: torch.nn.Module, saved: dict[str, Any], versions: dict[s
     tensors: Any = OrderedDict((names.get(name, name), value) for name, value in saved.items())
     tensors._metadata = OrderedDict((of_modules.get(name, name), version) for name, version in versions.items())
     return tensors
+
+
+def _innermost(optimizer: Trained) -> Any:
+    """Return the local optimizer; None for a synchronizer."""
+    levels = levels_of(optimizer)
+    return levels[-1].inner if levels else None
+
+
+def _with_own(
+    saved: dict[str, Any], mine: dict[str, Any] | None, local: Set[str], model: torch.nn.Module, kept: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a saved state with this rank's own ``"local"`` parameters, and the local optimizer's state of these.
+
+    Args:
+        saved: what another rank has saved.
+        mine: what this rank has saved; None: its parameters stay as they are, and have no state.
+        local: the names of the parameters.
+        model: the model.
+        kept: the local optimizer, and objects saved by name, which may be optimizers.
+    """
+    own = {original_name(name): p for name, p in model.named_parameters() if original_name(name) in local}
+    values = own if mine is None else {name: mine["model"][name] for name in own}
+    states = dict(saved[STATES])
+    for name, optimizer in kept.items():
+        if isinstance(optimizer, torch.optim.Optimizer):
+            of_mine = None if mine is None else (mine["optimizer"] if name == STATE_KEY else mine[STATES][name])
+            given = saved["optimizer"] if name == STATE_KEY else states[name]
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            places = [i for i, parameter in enumerate(parameters) if any(parameter is each for each in own.values())]
+            state = {i: value for i, value in given["state"].items() if i not in places}
+            state |= {} if of_mine is None else {i: v for i, v in of_mine["state"].items() if i in places}
+            states[name] = {**given, "state": state}
+    return {
+        **saved,
+        "model": {**saved["model"], **values},
+        "optimizer": states.pop(STATE_KEY, saved["optimizer"]),
+        STATES: states,
+    }
 
 
 def _reshard_saved(levels: Sequence[Synchronizer], saved: dict[str, Any]) -> None:

@@ -18,10 +18,12 @@ from hvd_periodic import BMUF, Compression, DiLoCo, Piecewise, SlowMo
 from hvd_periodic.tensorflow import contrib_opt
 from hvd_periodic.tensorflow.private import eager
 from tests import oracle
+from tests.parallel import contrib_differences
 from tests.parallel.program import Scenarios, attempt, repeated
 from tests.parallel.tensorflow_job import hvd
 
 scenario = Scenarios()
+scenario.include(contrib_differences.scenario)
 
 SIZES = {"a": 2, "b": 1}
 """Elements of the variables."""

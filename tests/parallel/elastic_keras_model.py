@@ -10,16 +10,19 @@ from tests.parallel.elastic_scenarios import SIZE
 
 
 class Point(keras.layers.Layer):
-    """Returns its weights, in tensors of equal size, whatever it is given."""
+    """Returns its weights, in tensors of equal size, whatever it is given; and further elements of ``own``."""
 
-    def __init__(self, tensors: int) -> None:
+    def __init__(self, tensors: int, own: int) -> None:
         super().__init__()
-        self.tensors = tensors
+        self.tensors, self.owned = tensors, own
 
     def build(self, shape: Any) -> None:
         """Make them."""
         shape = (SIZE // self.tensors,)
         self.x = [self.add_weight(shape=shape, initializer="zeros", name=f"x{i}") for i in range(self.tensors)]
+        if self.owned:
+            self.own = self.add_weight(shape=(self.owned,), initializer="zeros", name="own")
+            self.x.append(self.own)
 
     def call(self, inputs: Any) -> Any:
         """Return them."""
@@ -31,8 +34,8 @@ def half_square(targets: Any, points: Any) -> Any:
     return 0.5 * keras.ops.sum((points - targets) ** 2)
 
 
-def point_and_mean(tensors: int = 1) -> tuple[keras.Model, keras.layers.Layer]:
+def point_and_mean(tensors: int = 1, own: int = 0) -> tuple[keras.Model, keras.layers.Layer]:
     """Return a model whose outputs are its weights, and the layer that keeps a mean of its inputs."""
-    inputs = keras.Input((SIZE,))
+    inputs = keras.Input((SIZE + own,))
     mean = keras.layers.BatchNormalization(momentum=0.5, center=False, scale=False)
-    return keras.Model(inputs, Point(tensors)(inputs) + 0 * mean(inputs)), mean
+    return keras.Model(inputs, Point(tensors, own)(inputs) + 0 * mean(inputs)), mean

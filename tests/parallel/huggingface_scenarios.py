@@ -5,12 +5,10 @@ torchrun --nproc-per-node 2 -m tests.parallel.huggingface_scenarios FOLDER
 
 from __future__ import annotations
 
-import logging
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ import hvd_periodic.torch as hvdp
 from hvd_periodic.torch import huggingface
 from hvd_periodic.torch.huggingface import PeriodicTrainerCallback
 from tests.parallel import peft_adapters
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import Scenarios, attempt, log
 from tests.parallel.trainer_ranks import PERIOD, Quadratic, begin, distance, easgd
 
 scenario = Scenarios()
@@ -68,20 +66,6 @@ class Examples(Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"labels": torch.tensor(float(index))}
-
-
-@contextmanager
-def log() -> Iterator[list[str]]:
-    """Collect the lines of the package's log inside a ``with`` block."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("hvd_periodic")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
 
 
 @scenario

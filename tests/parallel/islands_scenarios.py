@@ -164,17 +164,22 @@ def as_whole_models() -> Any:
         ("average", {"optimizer_state": "average"}),
         ("average", {"optimizer_state": "reset"}),
         ("diloco", {"compression": hvdp.Compression.fp16}),
+        ("easgd_rho", {"parameters": {"*parts.1": "local"}}),
+        ("agn", {"parameters": {"*parts.1": "broadcast"}}),
+        ("diloco", {"parameters": {"*parts.1": "present"}}),
     ]
     found = {}
     for name, way in ways:
-        one = DistributedDataParallel(Quadratic(3), process_group=HERE["island"].get_group())
+        sizes = (2, 1) if "parameters" in way else (3,)
+        one = DistributedDataParallel(Quadratic(*sizes), process_group=HERE["island"].get_group())
         _, optimizer = made(name, one, **way)
         train(one, optimizer, looks=False)
         with optimizer.center():
-            center = one.module.parts[0].tolist()
-        model, optimizer = made(name, **way)
+            center = torch.cat(list(one.module.parts)).tolist()
+        model, optimizer = made(name, sizes=sizes, **way)
         train(model, optimizer, looks=False)
-        found[f"{name} {way}"] = [[whole(model), center_of(model, optimizer)], [one.module.parts[0].tolist(), center]]
+        replica = torch.cat(list(one.module.parts)).tolist()
+        found[f"{name} {way}"] = [[whole(model), center_of(model, optimizer)], [replica, center]]
     return found
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
@@ -143,6 +145,20 @@ def skip(reason: str) -> NoReturn:
     import pytest
 
     pytest.skip(f"{reason} ({ELSEWHERE})")
+
+
+@contextmanager
+def log() -> Iterator[list[str]]:
+    """Collect the lines of the package's log inside a ``with`` block."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hvd_periodic")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def stop_until(awake: Path, *files: Path) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from hvd_periodic.algorithms import DiLoCo
 from hvd_periodic.comm.mpi import MPICommunicator
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
-from tests.parallel.program import stop_until
+from tests.parallel.program import attempt, stop_until
 
 SIZE, VICTIM, LAST = 300_000, 2, 3
 """Elements, the rank that is killed, and its last round."""
@@ -45,7 +45,10 @@ def die(number: int, folder: Path) -> None:
 
 
 def main(folder: Path, where: str, rounds: int) -> None:
-    """Train for some rounds, in which one rank is killed between two, in the middle of a push, or while it waits."""
+    """Train for some rounds, in which one rank is killed between two, in the middle of a push, or while it waits.
+
+    Or after the last, before the others adopt.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     communicator, x = MPICommunicator(), np.zeros(SIZE)
     ten = where == "ten"
@@ -76,6 +79,10 @@ def main(folder: Path, where: str, rounds: int) -> None:
             transport._requests.send = killed
         optimizer.step([np.full(SIZE, -1.0 - rank - 0.1 * number)])
     optimizer.finalize()
+    if where == "adopting":
+        if rank == VICTIM:
+            die(signal.SIGKILL, folder)
+        (folder / f"{rank}.error").write_text(attempt(lambda: optimizer.adopt({"x": x})))
     own = [float(x.min()), float(x.max())]
     with optimizer.center():
         found = [float(x.min()), float(x.max())]

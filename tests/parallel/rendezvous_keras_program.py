@@ -23,15 +23,17 @@ import torch.distributed as dist
 import hvd_periodic.tensorflow as hvdp
 from tests.parallel.elastic_events import begin, end
 from tests.parallel.elastic_keras_model import half_square, point_and_mean
-from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, target
-from tests.parallel.rendezvous_scenarios import KERAS, KERAS_COMPILED, Scenario
+from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, SIZE, target
+from tests.parallel.rendezvous_scenarios import KERAS, KERAS_COMPILED, OWN_TARGET, Scenario
 from tests.parallel.rendezvous_worker import arrive, happen
 
 
 def main(scenario: Scenario, number: int) -> None:
     """Train."""
     keras.config.set_floatx("float64")
-    model, mean = point_and_mean(scenario.fragments)
+    model, mean = point_and_mean(scenario.fragments, own=1)
+    own = next(variable for variable in model.trainable_variables if variable.name == "own")
+    own.assign([number])
     algorithms = {"averaging": hvdp.Averaging, "diloco": hvdp.DiLoCo, "easgd": hvdp.EASGD, "agn": hvdp.AGN}
     local = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
     optimizer = hvdp.PeriodicOptimizer(
@@ -43,6 +45,7 @@ def main(scenario: Scenario, number: int) -> None:
         overlap=scenario.overlap,
         fragments=scenario.fragments,
         compression=hvdp.Compression.int8 if scenario.int8 else hvdp.Compression.none,
+        parameters={"*own": "local"},
     )
     model.compile(optimizer, loss=half_square, jit_compile=False)
     state = hvdp.elastic.State(model, commit="exchange", batch=0)
@@ -64,7 +67,7 @@ def main(scenario: Scenario, number: int) -> None:
     def train(state: Any) -> str:
         steps, number = optimizer.synchronizer.local_steps, state.job._state.view.round
         begin(dist.get_rank(), dist.get_world_size(), steps, round=number, forgotten=0)
-        targets = np.array([target(dist.get_rank(), step) for step in range(scenario.steps)])
+        targets = np.array([[*target(dist.get_rank(), step), OWN_TARGET] for step in range(scenario.steps)])
         if scenario.loop == "fit":
             callback = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: before_step())
             left = targets[state.batch :]
@@ -84,15 +87,18 @@ def main(scenario: Scenario, number: int) -> None:
         dist.get_rank(),
         x=replica,
         center=center,
-        mean=mean.moving_mean.numpy().tolist(),
+        mean=mean.moving_mean.numpy()[:SIZE].tolist(),
+        own=own.numpy().item(),
+        number=number,
         steps=optimizer.synchronizer.local_steps,
         batch=state.batch,
     )
 
 
 def values(model: keras.Model) -> list[float]:
-    """Return all parameters."""
-    found: list[float] = np.concatenate([variable.numpy() for variable in model.trainable_variables]).tolist()
+    """Return all parameters that are exchanged."""
+    exchanged = [variable.numpy() for variable in model.trainable_variables if variable.name != "own"]
+    found: list[float] = np.concatenate(exchanged).tolist()
     return found
 
 

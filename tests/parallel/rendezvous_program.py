@@ -19,7 +19,15 @@ import torch.distributed as dist
 import hvd_periodic.torch as hvdp
 from tests.parallel.elastic_events import FOLDER, begin, end
 from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, SIZE, target
-from tests.parallel.rendezvous_scenarios import EVENTS, HANGING, SCENARIOS, Scenario, read_file, replace_file
+from tests.parallel.rendezvous_scenarios import (
+    EVENTS,
+    HANGING,
+    OWN_TARGET,
+    SCENARIOS,
+    Scenario,
+    read_file,
+    replace_file,
+)
 from tests.parallel.rendezvous_worker import UserError, arrive, happen, wait_for_the_others
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -52,17 +60,19 @@ def goes_on(scenario: Scenario, step: int) -> bool:
 
 
 class Quadratics(torch.nn.Module):
-    """Each rank and each step has another one."""
+    """Each rank and each step has another one; ``own`` is the worker's and begins with its number."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
         self.x, self.y = (torch.nn.Parameter(torch.zeros(SIZE // 2, dtype=torch.float64)) for _ in range(2))
+        self.own = torch.nn.Parameter(torch.tensor([number], dtype=torch.float64))
 
     def descend(self, step: int) -> None:
         """Set the gradients of a step."""
         to = torch.tensor(target(dist.get_rank(), step), dtype=torch.float64).split(SIZE // 2)
         for parameter, point in zip((self.x, self.y), to, strict=True):
             parameter.grad = parameter.detach() - point if parameter.requires_grad else None
+        self.own.grad = self.own.detach() - OWN_TARGET
 
 
 class Digits(torch.nn.Module):
@@ -101,7 +111,7 @@ def forgets_sums(optimizer: hvdp.PeriodicOptimizer) -> bool:
 
 def main(scenario: Scenario, number: int) -> None:
     """Train."""
-    model = Digits() if scenario.digits else Quadratics()
+    model = Digits() if scenario.digits else Quadratics(number)
     if isinstance(model, Quadratics):
         model.y.requires_grad = not scenario.thaws
     local = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
@@ -116,6 +126,7 @@ def main(scenario: Scenario, number: int) -> None:
         fragments=scenario.fragments,
         compression=hvdp.Compression.int8 if scenario.int8 else hvdp.Compression.none,
         timeout_seconds=scenario.timeout,
+        parameters={} if scenario.digits else {"own": "local"},
     )
     state = State(model, optimizer, commit="exchange", batch=0, thawed=not scenario.thaws)
 
@@ -148,13 +159,15 @@ def main(scenario: Scenario, number: int) -> None:
     replica = values(model)
     with optimizer.center():
         center = values(model)
-        more = {"accuracy": model.accuracy()} if isinstance(model, Digits) else {}
+        accuracy = model.accuracy() if isinstance(model, Digits) else None
+    more = {"own": model.own.item(), "number": number} if isinstance(model, Quadratics) else {"accuracy": accuracy}
     end(dist.get_rank(), x=replica, center=center, steps=optimizer.synchronizer.local_steps, batch=state.batch, **more)
 
 
 def values(model: torch.nn.Module) -> list[float]:
-    """Return all parameters."""
-    found: list[float] = torch.cat([each.detach().reshape(-1) for each in model.parameters()]).tolist()
+    """Return all parameters that are exchanged."""
+    exchanged = [each for name, each in model.named_parameters() if name != "own"]
+    found: list[float] = torch.cat([each.detach().reshape(-1) for each in exchanged]).tolist()
     return found
 
 

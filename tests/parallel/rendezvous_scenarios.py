@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.parallel.elastic_scenarios import MOMENTUM, RATE
+
 
 @dataclass(frozen=True)
 class Scenario:
@@ -52,6 +54,19 @@ class Scenario:
     digits: bool = False
     loop: str = ""
     thaws: int = 0
+
+
+OWN_TARGET = 0.25
+"""Where every worker descends to with a parameter of its own."""
+
+
+def own_after(steps: int, start: float) -> float:
+    """Return a worker's own parameter after local steps with momentum."""
+    own, velocity = start, 0.0
+    for _ in range(steps):
+        velocity = MOMENTUM * velocity - RATE * (own - OWN_TARGET)
+        own += velocity
+    return own
 
 
 SCENARIOS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -109,3 +110,33 @@ def test_a_center_that_went_astray_is_found(ranks: list[dict[str, Any]]) -> None
     for first, second in column(ranks, "a_center_that_went_astray"):
         assert first == ""
         assert f"rank {last} from rank 0, first in 'b'. Has a session begun without the hook" in second
+
+
+def test_variables_that_no_exchange_touches_and_that_differ_are_named(ranks: list[dict[str, Any]]) -> None:
+    """Once, by the root; not averages, global steps, seeds, nor those of which each rank is to have its own."""
+    last = "rank 1" if len(ranks) == 2 else "ranks 1 and 2"
+    for case, lines in column(ranks[:1], "variables_that_differ")[0].items():
+        found = [line for line in lines if "differs between ranks" in line]
+        names = {"pointer", *(["outside"] if case.endswith("True") else []), "teacher"}
+        names -= {"teacher"} if case == "the start True" else set()  # Its center has set it.
+        assert sorted(line.split("'")[1] for line in found) == sorted(names if "no audit" not in case else []), case
+        for line in found:
+            name = line.split("'")[1]
+            argument = "parameters" if name == "teacher" else "buffers"
+            assert line.endswith(
+                f"Weight {name!r}, which no exchange touches, differs between ranks: {last} from rank 0. Assign it "
+                f"identically on all ranks; or, to keep each rank's own, pass {argument}={{{name!r}: 'local'}}"
+            )
+    assert not any("differs" in line for lines in column(ranks[1:], "variables_that_differ") for line in lines)
+
+
+def test_what_another_optimizer_exchanges_is_not_compared(ranks: list[dict[str, Any]]) -> None:
+    assert not any("differs between" in line for line in column(ranks, "what_another_optimizer_exchanges")[0])
+
+
+def test_a_rank_that_ends_early_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:
+    for error in column(ranks, "a_rank_that_ends_early"):
+        assert "Ranks wait for each other in different places" in error
+        assert re.search(r"exchange of optimizer \d+ at local step 2 on rank", error)
+        early = len(ranks) - 1
+        assert re.search(rf"end of a session of optimizer \d+ at local step 1 on rank {early}\. All ranks take", error)

@@ -20,9 +20,13 @@ pytestmark = pytest.mark.timeout(120)
 ROUNDS = 8
 
 
-@pytest.mark.parametrize("where", ["pushing", "stopped", thorough("between"), thorough("waiting"), thorough("ten")])
+@pytest.mark.parametrize(
+    "where", ["pushing", "stopped", "adopting", thorough("between"), thorough("waiting"), thorough("ten")]
+)
 def test_the_others_end_with_the_center(where: str, tmp_path: Path) -> None:
     """A rank that is killed in the middle of a push, or between rounds, or as it waits; or that never comes again.
+
+    Or after the last round, when the others adopt, which is an error on all of them.
 
     Or ten ranks, one of which is slow, one stopped until others have closed three rounds, and one killed.
     """
@@ -39,7 +43,11 @@ def test_the_others_end_with_the_center(where: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout.count("is at its end") == size - 1, done.stdout
-    assert f"Rank {VICTIM} has died or been given up: rounds close without it" in done.stdout
+    if where == "adopting":
+        for rank in {0, 1, 2} - {VICTIM}:
+            assert "adopt() is not available after ranks have died" in (tmp_path / f"{rank}.error").read_text()
+    else:
+        assert f"Rank {VICTIM} has died or been given up: rounds close without it" in done.stdout
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size) if rank != VICTIM]
     for own, center, rounds in reports:
         assert own == center == reports[0][1]

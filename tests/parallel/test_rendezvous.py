@@ -5,6 +5,7 @@ All jobs meet at one rendezvous, at the same time.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -15,9 +16,9 @@ import numpy as np
 import pytest
 
 from tests.conftest import PATIENCE
-from tests.parallel.elastic_scenarios import SIZE, expected
+from tests.parallel.elastic_scenarios import PERIOD, SIZE, expected
 from tests.parallel.rendezvous_job import Job, numbered, rendezvous
-from tests.parallel.rendezvous_scenarios import HANGING, KERAS, KERAS_COMPILED, SCENARIOS
+from tests.parallel.rendezvous_scenarios import HANGING, KERAS, KERAS_COMPILED, SCENARIOS, own_after
 
 pytest.importorskip("torch")
 
@@ -106,7 +107,7 @@ def check(job: Job) -> list[list[int]]:
     assert sorted(codes, key=str) == sorted([0] * len(workers) + ENDS[scenario.what], key=str), job.output()
     tolerance = 1e-6 if scenario.int8 else 1e-12
     known = slice(SIZE // 2 if scenario.thaws else SIZE)  # The equations train all from the start.
-    for rank, ((process, _), worker) in enumerate(zip(stretches[-1][1], workers.values(), strict=True)):
+    for rank, ((process, forgotten), worker) in enumerate(zip(stretches[-1][1], workers.values(), strict=True)):
         end = job.end(rank)
         assert (end["pid"], end["steps"], end["batch"]) == (process, scenario.steps, scenario.steps), job.output()
         np.testing.assert_allclose(end["center"][known], center[known], rtol=0, atol=tolerance)
@@ -114,7 +115,21 @@ def check(job: Job) -> list[list[int]]:
         assert end["center"] == job.end(0)["center"]
         assert all(end["center"])
         np.testing.assert_allclose(end.get("mean", worker.mean), worker.mean, rtol=0, atol=tolerance)
+        assert end["own"] == pytest.approx(own_of((process, forgotten), job, end["number"]), rel=0, abs=1e-14)
     return [[process for process, _ in workers] for _, workers in stretches]
+
+
+def own_of(worker: tuple[int, int], job: Job, number: int) -> float:
+    """Return the ``"local"`` parameter of a worker at the end, which begins with the number of its process.
+
+    A worker that is left keeps its own, of all the steps that count, and one that joins has that of its model: one that
+    was excluded, with the steps until it noticed.
+    """
+    begun = {each: step for step, workers in reversed(job.stretches()) for each in workers}
+    start, (process, forgotten) = float(number), worker
+    if forgotten:
+        start = own_after(math.ceil(job.scenario.step / PERIOD) * PERIOD - begun[process, forgotten - 1], start)
+    return own_after(job.scenario.steps - begun[worker], start)
 
 
 @pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.what == "kill"])

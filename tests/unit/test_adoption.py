@@ -434,19 +434,24 @@ def test_it_is_refused_before_finalize(kind: dict[str, Any]) -> None:
     run_ranks(2, job)
 
 
-def test_it_is_refused_once_a_rank_has_died() -> None:
+@pytest.mark.parametrize("knowing", [{0, 1, 2}, {1}])
+@pytest.mark.parametrize("kind", [{"asynchronous": True}, {"quorum": 2}])
+def test_it_is_refused_once_a_rank_has_died(knowing: set[int], kind: dict[str, Any]) -> None:
+    """On all ranks, also those that do not know of it yet."""
+
     def job(comm: Communicator) -> None:
         model = started()
-        optimizer = made(comm, model, "easgd", asynchronous=True)
+        optimizer = made(comm, model, "easgd", **kind)
         train(optimizer, model, comm.rank, 1)
         optimizer.finalize()
         with (
-            patch.object(comm, "dead_ranks", lambda: [1]),
+            patch.object(comm, "dead_ranks", lambda: [3] if comm.rank in knowing else []),
             pytest.raises(RuntimeError, match=r"adopt\(\) is not available after ranks have died"),
         ):
             optimizer.adopt(model)
+        optimizer.adopt(model)
 
-    run_ranks(2, job)
+    run_ranks(3, job)
 
 
 def test_groups_in_lockstep_are_refused() -> None:

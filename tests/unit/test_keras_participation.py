@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,3 +148,65 @@ def test_moving_averages_of_the_optimizer_are_refused() -> None:
 def test_the_policies_are_in_the_configuration() -> None:
     optimizer = hvdp.PeriodicOptimizer(keras.optimizers.SGD(0.1), None, hvdp.Averaging(), 2, parameters=POLICIES)
     assert type(optimizer).from_config(optimizer.get_config()).get_config()["parameters"] == POLICIES
+
+
+class Pair(keras.layers.Layer):
+    """Returns what it is given, and has two weights, one of which is each rank's own."""
+
+    def build(self, shape: Any) -> None:
+        self.x = self.add_weight(shape=(2,), initializer="zeros", name="x")
+        self.own = self.add_weight(shape=(2,), initializer="ones", name="own")
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_checkpoint_resumes_on_other_ranks(explicit: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks that were there keep their own variables, with their momentum; new ones have those of their models."""
+
+    def model_of(communicator: Communicator) -> tuple[Any, Any, Any]:
+        model = keras.Sequential([keras.Input((2,)), Pair()])
+        model.layers[0].own.assign([1.0 + communicator.rank] * 2)
+        local = keras.optimizers.SGD(0.1, momentum=0.5)
+        local.build(model.trainable_variables)
+        options: dict[str, Any] = {"process_set": Delegate(communicator), "parameters": {"*own": "local"}}
+        if explicit:
+            return model, hvdp.Synchronizer(model, hvdp.DiLoCo(), 2, **options), local
+        optimizer = hvdp.PeriodicOptimizer(local, model, hvdp.DiLoCo(), 2, **options)
+        optimizer.build(model.trainable_variables)
+        return model, optimizer, local
+
+    def train(model: Any, optimizer: Any, local: Any, steps: int) -> list[float]:
+        for _ in range(steps):
+            gradients = [x.value - 3.0 for x in model.trainable_variables]
+            if explicit:
+                local.apply(optimizer.prepare_gradients(gradients))
+                optimizer.step()
+            else:
+                optimizer.apply(gradients, model.trainable_variables)
+        found: list[float] = model.layers[0].own.numpy().tolist()
+        return found
+
+    def save(communicator: Communicator) -> None:
+        model, optimizer, local = model_of(communicator)
+        train(model, optimizer, local, 3)
+        hvdp.save(tmp_path, model, optimizer, **({"local": local} if explicit else {}))
+
+    def resume(communicator: Communicator) -> list[float]:
+        model, optimizer, local = model_of(communicator)
+        hvdp.load(tmp_path, model, optimizer, **({"local": local} if explicit else {}))
+        return train(model, optimizer, local, 2)
+
+    def own(rank: int, steps: int) -> list[float]:
+        x, local = keras.Variable([1.0 + rank] * 2), keras.optimizers.SGD(0.1, momentum=0.5)
+        for _ in range(steps):
+            local.apply([x.value - 3.0], [x])
+        found: list[float] = x.numpy().tolist()
+        return found
+
+    run_ranks(2, save)
+    assert run_ranks(3, resume) == [own(0, 5), own(1, 5), own(2, 2)]
+    assert caplog.text.count("has written no file of") == 1
+    assert "Rank 2 has written no file of" in caplog.text
+    assert run_ranks(1, resume) == [own(0, 5)]

@@ -162,6 +162,24 @@ def test_parameters_of_the_root_count_in_the_distance() -> None:
     assert run_ranks(2, work) == [pytest.approx((0.02 + 25.0) ** 0.5, rel=1e-12)] * 2
 
 
+def test_audits_compare_parameters_of_the_root_and_not_local_ones() -> None:
+    def work(communicator: Communicator) -> None:
+        model = {"x": np.zeros(2), "led": np.zeros(2), "own": np.full(2, float(communicator.rank))}
+        policies = {"led": "broadcast", "own": "local"}
+        optimizer = made(model, communicator, "average", parameters=policies, audit_every=1)
+        for _ in range(PERIOD):
+            optimizer.step({name: np.ones(2) for name in model})
+        optimizer.synchronizer.audit()
+        if communicator.rank == 1:
+            group = next(each for each in optimizer.synchronizer.tensor_groups if each.name == "parameters_from_root")
+            group.center.tensors()[0][0] += 1.0
+        optimizer.synchronizer.audit()
+
+    for kind, message in errors(2, work):
+        assert kind is RuntimeError
+        assert "The center variables differ between ranks: rank 1 from rank 0, first in 'led'" in message
+
+
 @pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
 def test_training_resumes_to_the_bit(center: str) -> None:
     def work(communicator: Communicator) -> bool:

@@ -13,7 +13,6 @@ torch = pytest.importorskip("torch")
 import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator, run  # noqa: E402
 from tests.covering import covering  # noqa: E402
-from tests.helpers import errors  # noqa: E402
 
 ALGORITHMS: dict[str, Callable[[], Any]] = {
     "easgd": lambda: hvdp.EASGD(0.25, rho=0.5),
@@ -157,7 +156,7 @@ def test_copies_of_the_optimizer_and_the_exported_center() -> None:
     assert first == second
 
 
-def test_a_checkpoint_resumes_on_the_same_ranks_to_the_bit_and_on_others_not_at_all(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_to_the_bit(tmp_path: Path) -> None:
     def save(communicator: ThreadCommunicator) -> Any:
         rank, model = communicator.rank, everything(communicator.rank)
         optimizer = made(model, communicator, "diloco", parameters=POLICIES)
@@ -172,6 +171,50 @@ def test_a_checkpoint_resumes_on_the_same_ranks_to_the_bit_and_on_others_not_at_
         return trained(model, optimizer, rank, 4)
 
     assert run(2, save) == run(2, resume)
-    for kind, message in errors(3, resume):
-        assert kind in (ValueError, RuntimeError)
-        assert "`parameters` that are 'local'" in message
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_checkpoint_resumes_on_other_ranks(explicit: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks that were there keep their own parameters, with their momentum; new ones have those of their models."""
+
+    def model_of(communicator: ThreadCommunicator) -> tuple[Any, Any, Any]:
+        model = torch.nn.ParameterDict({"x": torch.zeros(2), "own": torch.full((2,), 1.0 + communicator.rank)})
+        local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        options: dict[str, Any] = {"process_set": communicator, "parameters": {"own": "local"}}
+        if explicit:
+            return model, hvdp.Synchronizer(model, hvdp.DiLoCo(), 2, optimizer=local, **options), local
+        return model, hvdp.PeriodicOptimizer(local, model, hvdp.DiLoCo(), 2, **options), local
+
+    def train(model: Any, optimizer: Any, local: Any, steps: int) -> list[float]:
+        for _ in range(steps):
+            for parameter in model.values():
+                parameter.grad = parameter.detach() - 3.0
+            if explicit:
+                optimizer.prepare_gradients()
+                local.step()
+            optimizer.step()
+        return model["own"].tolist()  # type: ignore[no-any-return]
+
+    def save(communicator: ThreadCommunicator) -> None:
+        model, optimizer, local = model_of(communicator)
+        train(model, optimizer, local, 3)
+        hvdp.save(tmp_path, model, optimizer, **({"local": local} if explicit else {}))
+
+    def resume(communicator: ThreadCommunicator) -> list[float]:
+        model, optimizer, local = model_of(communicator)
+        hvdp.load(tmp_path, model, optimizer, **({"local": local} if explicit else {}))
+        return train(model, optimizer, local, 2)
+
+    def own(rank: int, steps: int) -> list[float]:
+        x = torch.nn.Parameter(torch.full((2,), 1.0 + rank))
+        local = torch.optim.SGD([x], lr=0.1, momentum=0.5)
+        for _ in range(steps):
+            x.grad = x.detach() - 3.0
+            local.step()
+        return x.tolist()  # type: ignore[no-any-return]
+
+    run(2, save)
+    assert run(3, resume) == [own(0, 5), own(1, 5), own(2, 2)]
+    assert caplog.text.count("has written no file of") == 1
+    assert "Rank 2 has written no file of" in caplog.text
+    assert run(1, resume) == [own(0, 5)]

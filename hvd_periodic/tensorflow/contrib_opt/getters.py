@@ -19,6 +19,7 @@ GRAD_VARIABLE_NAME = "grad_variable"
 _COLLECTIONS = tf.compat.v1.GraphKeys
 _OF_OPTIMIZERS = "hvd_periodic_of_optimizers"
 _REPLICAS = "hvd_periodic_replicas"
+_DECIDED = "hvd_periodic_decided"
 
 
 class CustomGetter:
@@ -240,6 +241,17 @@ def belongs_to_optimizer(*variables: Any) -> None:
     """Mark variables as an optimizer's, so that they are not statistics of a model."""
     for variable in variables:
         tf.compat.v1.add_to_collection(_OF_OPTIMIZERS, variable)
+
+
+def decide(*variables: Any) -> None:
+    """Mark variables that an optimizer exchanges, or that are each rank's own by choice."""
+    for variable in variables:
+        tf.compat.v1.add_to_collection(_DECIDED, variable)
+
+
+def is_decided(variable: Any) -> bool:
+    """Return whether an optimizer of the graph exchanges a variable, or it is each rank's own by choice."""
+    return any(variable is decided for decided in variable.graph.get_collection(_DECIDED))
 
 
 def can_be_sent(variable: Any) -> bool:

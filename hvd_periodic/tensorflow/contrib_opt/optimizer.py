@@ -14,6 +14,7 @@ import tensorflow as tf
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.algorithms.easgd import BETA
 from hvd_periodic.comm.agreement import build_on_all
+from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.keras.model import NamedVariables
 from hvd_periodic.options import of_exchange
 from hvd_periodic.participation import EXCHANGED, PARAMETERS, Average, Broadcast, Local, Present, by_policy
@@ -24,7 +25,7 @@ from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, communi
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1, nothing
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
 from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous, SessionOverlapped, SessionSynchronous
-from hvd_periodic.tensorflow.contrib_opt.getters import belongs_to_optimizer, parts
+from hvd_periodic.tensorflow.contrib_opt.getters import belongs_to_optimizer, decide, parts
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import SynchronousPhase, plain
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
 from hvd_periodic.tensorflow.contrib_opt.initialization import Initialization, SharedCenter
@@ -49,6 +50,7 @@ from hvd_periodic.tensorflow.contrib_opt.request import Request, spelled_as
 from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT, SessionStartup, initialize_with, untouched_in
 from hvd_periodic.tensorflow.contrib_opt.step_end import StepEnd
 from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurns, Turn
+from hvd_periodic.tensorflow.contrib_opt.unexchanged import UnexchangedVariables, averaged_among
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.host import on_host
 from hvd_periodic.tensorflow.store import ArrayStore
@@ -163,7 +165,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                         reference_of(variable, self._getter)
             self._require_global_step(global_step)
             with spelled_as(type(self).__name__), tf.device(None), self._getter.paused():
-                return pairs, exchanged, self._synchronizer(pairs, exchanged, prefix)
+                return pairs, exchanged, self._synchronizer(pairs, exchanged, prefix, global_step)
 
         found = self._getter.found()
         pairs, exchanged, synchronizer = build_on_all(communicator, prefix, construct)
@@ -277,7 +279,10 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             hook.use()
         moved = [] if self._center_optimizer is None else self._center_optimizer.variables()
         with tf.control_dependencies([on_host(self._drop)] if self._options["overlap"] else []):
-            return self._initialization.operation([*self._getter.vectors.values(), *moved] if self._everywhere else [])
+            started = self._initialization.operation(
+                [*self._getter.vectors.values(), *moved] if self._everywhere else []
+            )
+        return tf.group(*self._compared_after([started], Purpose.START))
 
     def _drop(self) -> list[int]:
         """Forget the exchanges in flight: the initialization sets the values to which they would be applied."""
@@ -339,6 +344,22 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         with tf.compat.v1.name_scope(None), tf.device(None):
             return tf.group(*self._landed(), name=f"{self._name}.land")
 
+    def get_audit_op(self) -> tf.Operation:
+        """Return the operation that checks that all ranks hold the same centers, bit by bit; all ranks run it together.
+
+        They also compare the variables that no exchange touches; the log names those that differ.
+
+        Raises:
+            RuntimeError: ``apply_gradients`` has not been called; or the optimizer is asynchronous.
+        """
+        if not self._ends or self._asynchronous:
+            raise RuntimeError(
+                "get_audit_op() compares the centers of ranks: it needs a synchronous optimizer, and a train op of "
+                "apply_gradients() or minimize()"
+            )
+        with tf.compat.v1.name_scope(None), tf.device(None):
+            return tf.group(*(end.audit() for end in self._ends), name=f"{self._name}.audit")
+
     def _landed(self) -> list[tf.Operation]:
         return [end.land() for end in self._ends] if self._options["overlap"] else []
 
@@ -352,9 +373,16 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         if self._asynchronous:
             return self.get_final_op()
         with tf.compat.v1.name_scope(None), tf.device(None):
-            landed = self._landed()
+            landed = self._compared_after(self._landed(), Purpose.SESSION_END)
             with tf.control_dependencies(landed):
                 return tf.group(*landed, *self._told(), name=f"{self._name}.end")
+
+    def _compared_after(self, operations: list[tf.Operation], purpose: Purpose) -> list[tf.Operation]:
+        """Return operations, and the one with which ranks then compare the variables that no exchange touches."""
+        if self._asynchronous or not self._ends:
+            return operations
+        with tf.compat.v1.name_scope(None), tf.device(None), tf.control_dependencies(operations):
+            return [*operations, self._ends[0].compare(purpose)]
 
     def _hook(self, get_init_op: Callable[[], tf.Operation], is_chief: bool) -> InitializationHook:
         needed, cls = not self._without_getter, type(self).__name__
@@ -380,17 +408,25 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             for key in keys
         }
 
-    def _synchronizer(self, pairs: Pairs, variables: Sequence[Any], prefix: str) -> VariableSynchronizer:
-        policies = self._participation(variables)
+    def _synchronizer(
+        self, pairs: Pairs, variables: Sequence[Any], prefix: str, global_step: Any
+    ) -> VariableSynchronizer:
+        policies, buffers = self._participation(variables), self._options["buffers"]
         known = [reference.deref().op.name for reference in (*self._getter.centers, *self._getter.own)]
-        check_patterns(self._options["parameters"], [*dict.fromkeys([*policies, *known])], pairs)
+        others = [*(variable for _, variable in pairs), *tf.compat.v1.trainable_variables()]
+        check_patterns(self._options["parameters"], [*dict.fromkeys([*policies, *known])], others)
+        unexchanged = UnexchangedVariables(
+            self._getter, self._options["parameters"], buffers, global_step, compares=not self._synchronizers
+        )
+        averaged = averaged_among(self._getter.statistics, buffers, unexchanged.untrained())
+        decide(*variables, *averaged)
         positions = [i for i, variable in enumerate(variables) if policies[variable.op.name] in EXCHANGED]
         references = [reference_of(variables[i], self._getter) for i in positions]
         special = by_policy(policies, [(variable.op.name, variable) for variable in variables])
         following = [v for v in variables if v.op.name in special.get(Broadcast.name, ())]
         named = NamedVariables(
             [(variables[i].op.name, variables[i]) for i in positions],
-            averaged=[(v.op.name, v) for v in self._getter.statistics] if self._options["buffers"] == "average" else [],
+            averaged=[(v.op.name, v) for v in averaged],
             following=[(v.op.name, v) for v in following],
             trained=len(variables),
             positions=positions if len(positions) < len(variables) else None,
@@ -402,7 +438,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         local = plain(self._opt)
         vectors = self._vectors(references)
         vectors[f"{FROM_ROOT}.center"] = [self._getter.centers[variable.ref()] for variable in following]
-        replica = GraphReplica(named, vectors, self._counters.new_variable)
+        replica = GraphReplica(named, vectors, self._counters.new_variable, unexchanged)
         moved = self._center_optimizer
         synchronizer = VariableSynchronizer(
             self._counters.new_variable,

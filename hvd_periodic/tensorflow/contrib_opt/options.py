@@ -22,8 +22,9 @@ class SessionOptions(TypedDict, total=False):
             ``"average"``, but only the rows travel that some rank has changed since the last exchange (in AGN and
             elastic averaging, that had gradients; the latter needs ``rho=0.0`` and a local optimizer that leaves other
             rows alone: ``GradientDescentOptimizer``, ``AdagradOptimizer``).
-        buffers: ``"average"``: every exchange sets the getter's non-trainable variables, such as the moving averages of
-            batch normalization, to their mean over ranks; ``"local"``: exchanges do not change them.
+        buffers: policies for non-trainable variables, by patterns of their names, or one for all. ``"average"``, the
+            default: every exchange sets those of the getter that are real, such as the moving averages of batch
+            normalization, to their mean over ranks; ``"local"``: exchanges do not change them, and they may differ.
         process_set: the Horovod process set that exchanges. Default: all ranks.
         center: where the centers live: ``"replicated"``, on every rank, or ``"root"``, on rank 0 only, with the state
             that moves them. The center variables of other ranks then keep the values with which the session started:
@@ -46,7 +47,7 @@ class SessionOptions(TypedDict, total=False):
     """
 
     parameters: Annotated[Policies, None]
-    buffers: Annotated[str, "average"]
+    buffers: Annotated[Policies, "average"]
     process_set: Annotated[Any, None]
     center: Annotated[str, "replicated"]
     compression: Annotated[Any, Compression.none]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_periodic.participation import PARAMETERS, Policies
+from hvd_periodic.participation import PARAMETERS, Local, Policies
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 
@@ -61,21 +61,23 @@ def checked(grads_and_vars: Iterable[Any]) -> Pairs:
     return pairs
 
 
-def check_patterns(given: Policies, names: Sequence[str], pairs: Pairs) -> None:
+def check_patterns(given: Policies, names: Sequence[str], others: Iterable[Any]) -> None:
     """Check that each pattern of ``parameters`` matches a variable that takes part in this graph.
 
     Args:
         given: the ``parameters`` argument.
         names: names of the variables that take part.
-        pairs: all pairs; those without a gradient may hold other variables.
+        others: trainable variables, some of which may take no part: they can only be each rank's own.
 
     Raises:
         ValueError: a pattern matches no variable, or only variables without a gradient that take no part.
     """
-    without = [v.op.name for gradient, v in pairs if gradient is None and v.op.name not in names]
+    without = [variable.op.name for variable in others if variable.op.name not in names]
     PARAMETERS.check_patterns(given, [*names, *without])
     for pattern in PARAMETERS.unmatched(given, names):
         variable = next(name for name in without if fnmatchcase(name, pattern))
+        if isinstance(given, Mapping) and given[pattern] == Local.name:
+            continue
         raise ValueError(
             f"`parameters` has a pattern for variables without a gradient in this graph: {pattern!r} matches "
             f"{variable}. Without a custom getter, they take no part in exchanges: use 'present' if other ranks train "

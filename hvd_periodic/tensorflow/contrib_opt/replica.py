@@ -14,6 +14,7 @@ import tensorflow as tf
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.keras.model import NamedVariables
 from hvd_periodic.tensorflow.contrib_opt.getters import GLOBAL_VARIABLE_NAME, belongs_to_optimizer
+from hvd_periodic.tensorflow.contrib_opt.unexchanged import UnexchangedVariables
 from hvd_periodic.tensorflow.outer import VariableOuterOptimizer
 from hvd_periodic.tensorflow.progress import NewVariable
 from hvd_periodic.tensorflow.replica import VariableReplica
@@ -27,6 +28,9 @@ class GraphReplica(VariableReplica):
     """The local replicas of a graph, whose centers and companions exist already.
 
     Python computes with arrays while a session waits for it; graphs compute with tensors.
+
+    Attributes:
+        unexchanged_variables: the variables that no exchange touches.
     """
 
     def __init__(
@@ -34,8 +38,9 @@ class GraphReplica(VariableReplica):
         named: NamedVariables,
         vectors: dict[str, list[tf.Variable]],
         new_variable: NewVariable,
+        unexchanged: UnexchangedVariables,
     ) -> None:
-        self._vectors = vectors
+        self._vectors, self.unexchanged_variables = vectors, unexchanged
         super().__init__(named, new_variable)
 
     @property
@@ -56,6 +61,14 @@ class GraphReplica(VariableReplica):
     def new_offloaded_store(self, layout: Layout, name: str) -> Store[Any]:
         """Return :meth:`new_store`: the vectors of a session are not offloaded."""
         return self.new_store(layout, name)
+
+    def digests(self) -> dict[str, bytes]:
+        """Return digests of the variables that no exchange touches, if the session has passed their values."""
+        return self.unexchanged_variables.digests()
+
+    def advice_on_difference(self, name: str) -> str:
+        """Return the argument to write for one variable."""
+        return self.unexchanged_variables.advice(name)
 
     def local(self, algorithm: Algorithm, worker: dict[str, Store[Any]]) -> int:
         """Return whether there are gradients; the graph, not a function, applies the local rule."""

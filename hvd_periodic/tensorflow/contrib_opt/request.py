@@ -20,6 +20,7 @@ from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import gradient_group_of, plain
 from hvd_periodic.tensorflow.contrib_opt.options import SessionOptions
+from hvd_periodic.tensorflow.contrib_opt.unexchanged import BUFFERS
 from hvd_periodic.wires import as_wire
 
 
@@ -71,9 +72,7 @@ class Request:
                 f"hvd.size(), or that of the process set. Received: num_worker={self.num_worker!r}"
             )
         PARAMETERS.check(self.options["parameters"])
-        buffers = self.options["buffers"]
-        if buffers not in ("average", "local"):
-            raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={buffers!r}")
+        BUFFERS.check(self.options["buffers"])
         as_wire(self.options["compression"])
         name, period = self.period
         planned = as_schedule(period, name)

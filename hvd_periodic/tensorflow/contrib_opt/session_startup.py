@@ -25,6 +25,7 @@ from hvd_periodic.tensorflow.contrib_opt.branches import (
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter, can_be_sent
 from hvd_periodic.tensorflow.contrib_opt.python_call import python_call, sent_from_root
 from hvd_periodic.tensorflow.contrib_opt.turns import Turn
+from hvd_periodic.tensorflow.contrib_opt.unexchanged import compared
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.host import on_host
 from hvd_periodic.tensorflow.store import layout_of
@@ -157,9 +158,8 @@ class SessionStartup:
         def begin() -> tf.Tensor:
             getter = self._getter
             center = digest_of([value_of(center) for center in getter.centers.values()])
-            compared = [*self._parameters, *self._frozen]
             replica = digest_of(
-                [value_of(variable) for variable in compared],
+                [value_of(variable) for variable in (*self._parameters, *self._frozen)],
                 lambda: [True] * len(self._parameters) + [not getter.is_anothers(v) for v in self._frozen],
             )
             from_root, from_parameters, replaced = self._compare(center, replica)
@@ -170,6 +170,8 @@ class SessionStartup:
                 marked = [marks.assign(tf.ones_like(marks)) for marks in self._marks]
                 finished = self._first.finish()
             with tf.control_dependencies([*marked, finished]):
+                compare = compared(self._synchronizer, self._turn, Purpose.START)
+            with tf.control_dependencies(compare):
                 return tf.identity(replaced)
 
         with control_flow_v1():

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.sync.reporting import report_start
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1, nothing
@@ -18,6 +19,7 @@ from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous, 
 from hvd_periodic.tensorflow.contrib_opt.python_call import python_call
 from hvd_periodic.tensorflow.contrib_opt.replica import GraphOuterOptimizer
 from hvd_periodic.tensorflow.contrib_opt.turns import Turn
+from hvd_periodic.tensorflow.contrib_opt.unexchanged import compared
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.store import ArrayStore, layout_of
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES
@@ -51,6 +53,7 @@ class StepEnd:
         self._outer = [part for part in parts if isinstance(part, GraphOuterOptimizer) and part.is_in_session]
         rates = synchronizer.exchanged.rates
         self._given: list[Any] = [*self._outer, *([] if rates is None else [rates])]
+        self._audits = synchronizer.exchanger.context.audit_every > 0
         self._global_step = global_step
         self._counts_rounds = counts_rounds
         self._start_centers = start_centers
@@ -94,6 +97,16 @@ class StepEnd:
         with control_flow_v1():
             return [tf.group(*self._call(exchanger.take_statistics))]
 
+    def audit(self) -> tf.Operation:
+        """Return the operation with which ranks compare centers and the variables that no exchange touches."""
+        with control_flow_v1():
+            return tf.group(*self._call(self._synchronizer.center_reader.audit, compares=True))
+
+    def compare(self, purpose: Purpose) -> tf.Operation:
+        """Return the operation with which ranks compare, in a call, the variables that no exchange touches."""
+        with control_flow_v1():
+            return tf.group(*compared(self._synchronizer, self._turn, purpose))
+
     def end(self) -> tf.Operation:
         """Return the operation that tells the journal that training has ended, if the journal knows its beginning."""
         journal, progress = self._synchronizer.journal, self._synchronizer.progress
@@ -128,7 +141,7 @@ class StepEnd:
         ]
 
     def _exchange(self) -> Assigned:
-        assigned = self._call(self._exchange_now)
+        assigned = self._call(self._exchange_now, compares=self._audits)
         if not self._counts_rounds:
             return assigned
         with tf.control_dependencies(assigned):  # A failed exchange does not count.
@@ -142,13 +155,16 @@ class StepEnd:
             report_start(exchanger, replace(before, local_steps=before.last_exchange))
         exchanger.exchange()
 
-    def _call(self, run: Callable[[], object] | None) -> Assigned:
+    def _call(self, run: Callable[[], object] | None, compares: bool = False) -> Assigned:
         """Make Python apply the exchange in flight and then call ``run``; return the assignments of changed variables.
 
-        The exchange in flight moves the center with the hyper-parameters given when it began.
+        The exchange in flight moves the center with the hyper-parameters given when it began. If ``compares``, ``run``
+        may compare the variables that no exchange touches.
         """
         synchronizer = self._synchronizer
         given = [list(each.in_session().values()) for each in self._given]
+        unexchanged = synchronizer.replica.unexchanged_variables
+        shown = unexchanged.in_session() if compares else {}
 
         def in_turn(*values: np.ndarray) -> None:
             synchronizer.exchanger.land()
@@ -157,10 +173,12 @@ class StepEnd:
             rest = iter(values)
             for each, tensors in zip(self._given, given, strict=True):
                 each.given = list(islice(rest, len(tensors)))
-            with self._turn() if synchronizer.exchanger.steps_agree else nullcontext():
+            turn = self._turn() if synchronizer.exchanger.steps_agree else nullcontext()
+            with turn, unexchanged.holding(list(shown), list(rest)):
                 run()
 
-        _, assigned = python_call(in_turn, synchronizer.replica.values, self._stores(), list(chain(*given)))
+        inputs = [*chain(*given), *shown.values()]
+        _, assigned = python_call(in_turn, synchronizer.replica.values, self._stores(), inputs)
         return assigned
 
     def _stores(self) -> list[Store[Any]]:
