@@ -52,8 +52,11 @@ from hvd_periodic.comm.torch_distributed import (
 )
 from hvd_periodic.logs import logger, set_up
 
-_CONNECTING = timedelta(seconds=5)
-"""Within which a store answers."""
+_CONNECTING = 5.0
+"""Seconds within which a rendezvous that can be reached accepts a connection."""
+
+_POLL = 0.05
+"""Seconds, at most, between two looks whether all workers of a round have come."""
 
 _LAST_CALL = 2.0
 """Seconds that a round stays open once the minimum of workers is there, and nobody else is expected."""
@@ -108,6 +111,7 @@ class TorchRendezvous(ElasticJob):
         self._watch: threading.Thread | None = None
         self._failures_within: IslandFailures | None = None
         self._ended = threading.Event()
+        self._arrivals = CollectiveTracker("", 0, [0])
         self._rounds, self._round, self._missed = 0, -1, False
         self._failures: list[tuple[Any, str]] = []
         self._began = self._over = False
@@ -234,7 +238,7 @@ class TorchRendezvous(ElasticJob):
                 settings.minimum,
                 settings.maximum,
                 own,
-                RendezvousTimeout(seconds, timedelta(seconds=_LAST_CALL), _CONNECTING, _CONNECTING),
+                RendezvousTimeout(seconds, timedelta(seconds=_LAST_CALL), self._patience, self._patience),
                 self._interval,  # type: ignore[arg-type]  # Seconds, of which it makes a timedelta.
                 round(settings.lost_seconds / self._interval),
             )
@@ -248,12 +252,23 @@ class TorchRendezvous(ElasticJob):
         """Seconds between two signs of life."""
         return min(self._settings.lost_seconds / _BEATS, _LOOKS)
 
+    @property
+    def _patience(self) -> timedelta:
+        """How long the store may take to answer, and workers of a round to tell others of themselves.
+
+        The next round waits as long for a worker that is lost, so giving up earlier would only end rounds of workers
+        that are slow.
+        """
+        return timedelta(seconds=max(self._settings.lost_seconds, _CONNECTING))
+
     def _connected(self) -> Any:
         """Return a connection to the store."""
-        settings = self._settings
-        host = settings.host.strip("[]")
+        host, port = self._settings.host.strip("[]"), self._settings.port
         connect: Any = dist.TCPStore  # type: ignore[attr-defined]  # Not in builds without torch.distributed.
-        return connect(host, settings.port, is_master=False, timeout=_CONNECTING, wait_for_workers=False)
+        limit = timedelta(seconds=_CONNECTING)
+        store = connect(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+        store.set_timeout(self._patience)
+        return store
 
     def _check_fingerprint(self, store: Any, state: State, secret: bytes) -> None:
         """Raise a ValueError if the first worker of the job has another model, algorithm, version or secret."""
@@ -287,6 +302,7 @@ class TorchRendezvous(ElasticJob):
         found, store = self._meet() if island is None else island.of_first(self._meet_for_all)
         self._missed |= found.missed
         self._round = found.number
+        self._await_all(found)
         if island is None:
             open_world(store, found.rank, found.size, settings.one_host)
         else:
@@ -310,6 +326,20 @@ class TorchRendezvous(ElasticJob):
             ranks = sorted(view.members)  # torch leaves out those that have died since the round was complete.
             return _Round(view.round, ranks.index(view.own), len(ranks), missed), found.store
 
+    def _await_all(self, found: _Round) -> None:
+        """Wait until all that this process connects to in a round are about to connect, however slow they are.
+
+        Connecting cannot be interrupted, and ends after some seconds, within which a busy host may not come to it.
+
+        Raises:
+            RanksLostError: one of them is lost.
+        """
+        position = 0 if self.island is None else self.island.ranks.rank
+        key = f"hvd_periodic.{self._settings.job}.here.{found.number}.{position}"
+        with self._explained():
+            self._store.add(key, 1)
+            self._arrivals.wait_for(0, lambda: self._store.add(key, 0) >= found.size, _POLL)
+
     def _end_waits(self, view: View) -> None:
         """End the waits of this worker if nobody can exchange in its round any more."""
         if not view.lost or self._over:
@@ -317,8 +347,7 @@ class TorchRendezvous(ElasticJob):
         if self.island is not None:  # Ranks of the island may wait in that round after this one has left it.
             with suppress(RuntimeError):  # The store is down.
                 self._signs.set(self._lost(view.round), b"lost")
-        if elastic_group() is not None:
-            _end_exchanges()
+        self._end_exchanges()
 
     def _look(self, own: str) -> None:
         """Hear of errors in this island; give its first rank signs of life, and hear from it of rounds; in a thread."""
@@ -330,8 +359,8 @@ class TorchRendezvous(ElasticJob):
                 if self._state is not None:
                     continue
                 self._signs.add(beats, 1)
-                if elastic_group() is not None and self._signs.check([self._lost(number)]) and number == self._round:
-                    _end_exchanges()
+                if self._signs.check([self._lost(number)]) and number == self._round:
+                    self._end_exchanges()
 
     def _look_within(self) -> None:
         """End all waits of this rank if another one of its island has raised an error; the first rank then leaves."""
@@ -341,8 +370,14 @@ class TorchRendezvous(ElasticJob):
         if self._state is not None:
             with suppress(RendezvousConnectionError):
                 self._state.leave()
-        _end_exchanges(heard)
+        self._end_exchanges(heard)
         _end_wait(self.island.ranks.tracker, heard)  # type: ignore[union-attr]
+
+    def _end_exchanges(self, error: Exception | None = None) -> None:
+        """End the waits of this process for ranks that it exchanges with."""
+        lost = RanksLostError("A worker gives no sign of life, or has left the others after a loss")
+        for tracker in [self._arrivals, *(tracker for tracker in trackers() if tracker.elastic)]:
+            _end_wait(tracker, error or lost)
 
     def _lost(self, number: int) -> str:
         """Return the key that says that nobody can exchange in a round any more."""
@@ -421,14 +456,6 @@ class TorchRendezvous(ElasticJob):
 
 class JobOverError(RuntimeError):
     """The ranks of the job have finished training."""
-
-
-def _end_exchanges(error: Exception | None = None) -> None:
-    """End the waits of this process for ranks that it exchanges with."""
-    for tracker in trackers():
-        if tracker.elastic:
-            lost = RanksLostError("A worker gives no sign of life, or has left the others after a loss")
-            _end_wait(tracker, error or lost)
 
 
 def _end_wait(tracker: CollectiveTracker, error: Exception) -> None:

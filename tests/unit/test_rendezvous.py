@@ -7,6 +7,7 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -34,7 +35,12 @@ from hvd_periodic.comm.island import Island  # noqa: E402
 from hvd_periodic.comm.island_failures import IslandFailures, IslandRankError  # noqa: E402
 from hvd_periodic.comm.rendezvous_settings import RendezvousSettings  # noqa: E402
 from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState, View  # noqa: E402
-from hvd_periodic.comm.torch_rendezvous import TorchRendezvous  # noqa: E402
+from hvd_periodic.comm.torch_distributed import (  # noqa: E402
+    TorchDistributedCommunicator,
+    close_world,
+    open_world,
+)
+from hvd_periodic.comm.torch_rendezvous import TorchRendezvous, _Round  # noqa: E402
 from hvd_periodic.torch.communicator import FRONT_END  # noqa: E402
 from tests.helpers import run_ranks  # noqa: E402
 
@@ -82,12 +88,47 @@ def test_fewer_than_the_minimum(port: int) -> None:
 
 
 def test_a_rendezvous_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_rendezvous, "_CONNECTING", timedelta(seconds=0.5))
+    monkeypatch.setattr(torch_rendezvous, "_CONNECTING", 0.5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with pytest.raises(ConnectionError, match=rf"The rendezvous at 127\.0\.0\.1:{port} cannot be reached"):
         join(settings(port, "nowhere"))
+
+
+@pytest.mark.parametrize(("lost", "patience"), [(60.0, 60.0), (1.0, 5.0)])
+def test_a_store_may_be_as_slow_as_a_worker(port: int, lost: float, patience: float) -> None:
+    """It serves a busy host as well as the workers do, which count as lost after so many seconds."""
+    assert TorchRendezvous(settings(port, "slow", lost_seconds=lost))._connected().timeout.total_seconds() == patience
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_workers_of_a_round_wait_for_one_that_is_late(port: int, lost: bool) -> None:
+    """Before they connect, which has a time limit; until it has come, or is lost."""
+    one, other = (TorchRendezvous(settings(port, f"late {lost}")) for _ in range(2))
+    for job in (one, other):
+        job._store = job._connected()
+    with ThreadPoolExecutor(1) as thread:
+        waits = thread.submit(one._await_all, _Round(3, 0, 2, False))
+        while one._arrivals.wait is None:
+            time.sleep(0.01)
+        assert not waits.done()
+        if lost:
+            one._end_waits(View("one", 3, frozenset({"one", "other"}), lost=True))
+            with pytest.raises(RanksLostError, match="A worker gives no sign of life, or has left the others"):
+                waits.result()
+        else:
+            other._await_all(_Round(3, 1, 2, False))
+            waits.result()
+
+
+def test_all_groups_of_a_round_are_opened_while_all_are_there() -> None:
+    """One of the workers may then restore its commit for longer than connecting may take."""
+    try:
+        open_world(dist.HashStore(), 0, 1, one_host=True)
+        assert [own.given for own in TorchDistributedCommunicator._own.values()] == [dist.group.WORLD]
+    finally:
+        close_world()
 
 
 def test_another_model_or_secret(port: int) -> None:
@@ -538,11 +579,9 @@ def test_an_island_ends_only_if_rounds_of_the_same_workers_fail(
     assert run_ranks(2, work) == [(6, "KeyError") if replaced else (3, "RanksLostError")] * 2
 
 
-@pytest.mark.parametrize("left", [True, False])
-def test_an_island_hears_of_a_round_that_its_first_rank_has_left(left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_island_hears_of_a_round_that_its_first_rank_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks of it may wait in that round for a worker that is silent."""
     monkeypatch.setattr(torch_rendezvous, "island_here", Mock)
-    monkeypatch.setattr(torch_rendezvous, "elastic_group", lambda: None if left else object())
     job = TorchRendezvous(RendezvousSettings("here", 1))
     job._signs = store = dist.HashStore()
     job._end_waits(View("own", 3, frozenset({"own", "other"}), lost=True))
