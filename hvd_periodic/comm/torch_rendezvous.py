@@ -112,6 +112,8 @@ class TorchRendezvous(ElasticJob):
         self._failures_within: IslandFailures | None = None
         self._ended = threading.Event()
         self._arrivals = CollectiveTracker("", 0, [0])
+        self._heard: IslandRankError | None = None
+        self._meets = False
         self._rounds, self._round, self._missed = 0, -1, False
         self._failures: list[tuple[Any, str]] = []
         self._began = self._over = False
@@ -320,7 +322,11 @@ class TorchRendezvous(ElasticJob):
         """Take part in the next round of the rendezvous; return it, with its store."""
         with self._explained(), _without_server():
             before = self._view.round
-            found = self._handler.next_rendezvous()
+            self._meets = True
+            try:
+                found = self._handler.next_rendezvous()
+            finally:
+                self._meets = False
             view = self._view
             missed = before >= 0 and view.round != before + 1
             ranks = sorted(view.members)  # torch leaves out those that have died since the round was complete.
@@ -341,7 +347,13 @@ class TorchRendezvous(ElasticJob):
             self._arrivals.wait_for(0, lambda: self._store.add(key, 0) >= found.size, _POLL)
 
     def _end_waits(self, view: View) -> None:
-        """End the waits of this worker if nobody can exchange in its round any more."""
+        """End the waits of this worker if nobody can exchange in its round any more.
+
+        Raises:
+            IslandRankError: another rank of this island has raised an error while this one waits for the next round.
+        """
+        if self._meets and self._heard is not None:
+            raise self._heard
         if not view.lost or self._over:
             return
         if self.island is not None:  # Ranks of the island may wait in that round after this one has left it.
@@ -367,6 +379,7 @@ class TorchRendezvous(ElasticJob):
         heard = None if self._failures_within is None else self._failures_within.heard()
         if heard is None:
             return
+        self._heard = heard
         if self._state is not None:
             with suppress(RendezvousConnectionError):
                 self._state.leave()

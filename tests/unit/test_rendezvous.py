@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from hvd_periodic.comm.collective_tracker import CollectiveTracker, Wait  # noqa
 from hvd_periodic.comm.elastic import RanksLostError  # noqa: E402
 from hvd_periodic.comm.island import Island  # noqa: E402
 from hvd_periodic.comm.island_failures import IslandFailures, IslandRankError  # noqa: E402
+from hvd_periodic.comm.local import LocalCommunicator  # noqa: E402
 from hvd_periodic.comm.rendezvous_settings import RendezvousSettings  # noqa: E402
 from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState, View  # noqa: E402
 from hvd_periodic.comm.torch_distributed import (  # noqa: E402
@@ -41,7 +43,9 @@ from hvd_periodic.comm.torch_distributed import (  # noqa: E402
     open_world,
 )
 from hvd_periodic.comm.torch_rendezvous import TorchRendezvous, _Round  # noqa: E402
+from hvd_periodic.elastic import state as state_module  # noqa: E402
 from hvd_periodic.torch.communicator import FRONT_END  # noqa: E402
+from hvd_periodic.version import __version__  # noqa: E402
 from tests.helpers import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
@@ -139,6 +143,16 @@ def test_another_model_or_secret(port: int) -> None:
         join(settings(port, "mine"), model="b", version=1)
     with pytest.raises(ValueError, match=r"'mine' at .* has another secret than this worker: set the same"):
         join(settings(port, "mine", secret="?"), model="a", version=1)
+
+
+def test_another_version(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
+    with pytest.raises(TimeoutError):
+        join(settings(port, "versions"), **hvdp.elastic.State().fingerprint)
+    monkeypatch.setattr(state_module, "__version__", "another")
+    message = rf"something else: the version of hvd_periodic: another here, {re.escape(__version__)} there\."
+    with pytest.raises(ValueError, match=message):
+        join(settings(port, "versions"), **hvdp.elastic.State().fingerprint)
 
 
 def test_a_job_that_is_over(port: int) -> None:
@@ -499,7 +513,7 @@ def test_islands_with_a_period_in_seconds(island: None) -> None:
         hvdp.elastic.State(model, optimizer)
 
 
-def test_islands_with_several_levels_or_a_sampler(island: None) -> None:
+def test_islands_with_several_levels_a_sampler_or_a_group(island: None) -> None:
     model = torch.nn.Linear(2, 1)
     inner = hvdp.ModelAverageOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 2)
     with pytest.raises(ValueError, match="`optimizer` has several levels of optimizers, which islands"):
@@ -508,6 +522,9 @@ def test_islands_with_several_levels_or_a_sampler(island: None) -> None:
         hvdp.elastic.State(model, inner, sampler=hvdp.elastic.ElasticSampler(range(4)))
     with pytest.raises(RuntimeError, match=r"adopt\(\) is not available between islands"):
         inner.adopt()
+    local = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="so that all ranks exchange with each other, and the ranks change: leave out"):
+        hvdp.ModelAverageOptimizer(local, model, 2, process_set=dist.group.WORLD)
 
 
 def test_islands_do_not_save_in_several_sets(island: None, tmp_path: Path) -> None:
@@ -671,6 +688,23 @@ def test_waits_of_an_island_end_with_the_error_of_another_rank(monkeypatch: pyte
     job._look_within()
     job._state.leave.assert_called_once_with()
     assert [tracker.wait.error for tracker in (within, between) if tracker.wait is not None] == [heard] * 2
+
+
+def test_an_island_that_waits_for_the_next_round_hears_of_an_error(port: int) -> None:
+    """The first rank of it waits in code of torch's, which looks at the state again and again."""
+    job = TorchRendezvous(replace(settings(port, "waits"), join_seconds=1e4))
+    job._failures_within = Mock()
+    job._failures_within.heard.return_value = None
+    job.island = Mock()
+    job.island.ranks = LocalCommunicator()
+    job._connect(Worker())
+    with ThreadPoolExecutor(1) as thread:
+        waits = thread.submit(job._meet)
+        while not job._meets:
+            time.sleep(0.01)
+        job._failures_within.heard.return_value = heard = IslandRankError("Rank 1")
+        job._look_within()
+        assert waits.exception() is heard
 
 
 def test_islands_of_another_front_end(island: None) -> None:
