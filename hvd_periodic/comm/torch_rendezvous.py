@@ -14,8 +14,6 @@ ranks look there for errors of the others.
 
 from __future__ import annotations
 
-import hmac
-import json
 import os
 import socket
 import threading
@@ -40,7 +38,7 @@ from hvd_periodic.comm.collective_tracker import CollectiveTracker, trackers
 from hvd_periodic.comm.elastic import ElasticJob, Function, RanksJoinInterrupt, RanksLostError, State
 from hvd_periodic.comm.island_failures import IslandFailures, IslandRankError
 from hvd_periodic.comm.rendezvous_settings import JOB, RANKS, SECRET, RendezvousSettings
-from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState, View
+from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState, View, require_same_terms
 from hvd_periodic.comm.torch_distributed import (
     TorchDistributedCommunicator,
     close_world,
@@ -220,7 +218,8 @@ class TorchRendezvous(ElasticJob):
             ticket = mine.add(f"hvd_periodic.{settings.job}.workers", 1)
             own = f"{ticket:09d}.{socket.gethostname()}"
             secret = settings.secret.encode()
-            self._check_fingerprint(mine, state, secret)
+            terms = settings.terms | {"the number of ranks of a worker": self._ranks} | state.fingerprint
+            require_same_terms(mine, settings.job, secret, terms)
             self._state = RendezvousState(
                 mine,
                 settings.job,
@@ -271,26 +270,6 @@ class TorchRendezvous(ElasticJob):
         store = connect(host, port, is_master=False, timeout=limit, wait_for_workers=False)
         store.set_timeout(self._patience)
         return store
-
-    def _check_fingerprint(self, store: Any, state: State, secret: bytes) -> None:
-        """Raise a ValueError if the first worker of the job has another model, algorithm, version or secret."""
-        terms = self._settings.terms | {"the number of ranks of a worker": self._ranks} | state.fingerprint
-        mine = {what: str(value) for what, value in terms.items()}
-        text = json.dumps(mine, sort_keys=True)
-        signed = json.dumps([text, hmac.digest(secret, text.encode(), "sha256").hex()])
-        found = store.compare_set(f"hvd_periodic.{self._settings.job}.fingerprint", "", signed).decode()
-        if found == signed:
-            return
-        theirs, signature = json.loads(found)
-        if not hmac.compare_digest(signature, hmac.digest(secret, theirs.encode(), "sha256").hex()):
-            raise OtherSecretError
-        theirs = json.loads(theirs)
-        different = sorted(what for what in mine.keys() | theirs if mine.get(what) != theirs.get(what))
-        described = "; ".join(f"{what}: {mine.get(what)} here, {theirs.get(what)} there" for what in different)
-        raise ValueError(
-            f"Job {self._settings.job!r} at this rendezvous trains something else: {described}. Train the same in all "
-            f"workers; or name this job in {JOB}"
-        )
 
     @property
     def _ranks(self) -> int:
