@@ -66,7 +66,7 @@ _LOOKS = 1.0
 """Seconds, at most, between two signs of life: with each, a worker learns who is lost and who waits."""
 
 _IN_VAIN = 3
-"""Rounds of the same workers that fail at the same place, after which it is an error of the program."""
+"""Rounds of the same workers that fail alike, without a commit in between: it is an error of the program."""
 
 _NO_SERVER = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable with which torch's rendezvous starts no further store on rank 0."""
@@ -114,7 +114,7 @@ class TorchRendezvous(ElasticJob):
         self._meets = False
         self._rounds, self._round, self._missed = 0, -1, False
         self._failures: list[tuple[Any, str]] = []
-        self._began = self._over = False
+        self._began = self._over = self._met = False
 
     def change_due(self, communicator: Communicator, news: Sequence[tuple[float, int]]) -> Exception | None:
         """Return an interrupt if a worker waits for the next round."""
@@ -122,6 +122,7 @@ class TorchRendezvous(ElasticJob):
         due = any(communicator.allgather_object(waiting, "hvd_periodic.waiting"))
         if self.island is not None:
             due = self.island.settle(asks=due)
+        self._failures = []
         return RanksJoinInterrupt() if due else None
 
     def run(self, function: Function, state: State, *args: Any, **kwargs: Any) -> Any:
@@ -198,8 +199,12 @@ class TorchRendezvous(ElasticJob):
                 logger.warning("A rank was lost, the others go on: %s", error)
 
     def _in_vain(self, error: Exception) -> bool:
-        """Return whether rounds of the same workers fail in the same way; the first rank of an island says so."""
-        self._failures = [*self._failures, (self._view.members, str(error))][-_IN_VAIN:]
+        """Return whether rounds of the same workers fail in the same way; the first rank of an island says so.
+
+        Those in which the workers have not met do not count: the program has no part in that.
+        """
+        if self._met:
+            self._failures = [*self._failures, (self._view.members, str(error))][-_IN_VAIN:]
         found = len(self._failures) == _IN_VAIN and len(set(self._failures)) == 1
         return found if self.island is None else self.island.of_first(lambda: found)
 
@@ -278,6 +283,7 @@ class TorchRendezvous(ElasticJob):
 
     def _next_round(self) -> None:
         """Leave the round, and take part in the next; note whether there were others without this worker."""
+        self._met = False
         close_world()
         settings, island = self._settings, self.island
         found, store = self._meet() if island is None else island.of_first(self._meet_for_all)
@@ -292,6 +298,7 @@ class TorchRendezvous(ElasticJob):
             store = with_prefix(f"{name}.{island.ranks.rank}", self._store)
             open_between(store, name, found.rank, found.size, settings.one_host)
         self._rounds += 1
+        self._met = True
 
     def _meet_for_all(self) -> tuple[_Round, None]:
         """Take part in the next round for this island."""

@@ -145,14 +145,31 @@ def test_another_model_or_secret(port: int) -> None:
         join(settings(port, "mine", secret="?"), model="a", version=1)
 
 
-def test_another_version(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def fingerprint(inputs: int = 2, algorithm: Any = None) -> dict[str, Any]:
+    model = torch.nn.Linear(inputs, 1)
+    local = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvdp.PeriodicOptimizer(local, model, algorithm or hvdp.Averaging(), 2)
+    return hvdp.elastic.State(model, optimizer).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({}, f"the version of hvd_periodic: another here, {__version__} there."),
+        ({"inputs": 3}, "`optimizer`: the parameters: 2, digest "),
+        ({"algorithm": hvdp.EASGD()}, "`optimizer`: the algorithm: EASGD("),
+    ],
+)
+def test_a_worker_of_another_training(
+    port: int, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], what: str
+) -> None:
     monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
     with pytest.raises(TimeoutError):
-        join(settings(port, "versions"), **hvdp.elastic.State().fingerprint)
-    monkeypatch.setattr(state_module, "__version__", "another")
-    message = rf"something else: the version of hvd_periodic: another here, {re.escape(__version__)} there\."
-    with pytest.raises(ValueError, match=message):
-        join(settings(port, "versions"), **hvdp.elastic.State().fingerprint)
+        join(settings(port, what), **fingerprint())
+    if not other:
+        monkeypatch.setattr(state_module, "__version__", "another")
+    with pytest.raises(ValueError, match=f"at this rendezvous trains something else: {re.escape(what)}"):
+        join(settings(port, what), **fingerprint(**other))
 
 
 def test_a_job_that_is_over(port: int) -> None:
@@ -558,11 +575,13 @@ class InRounds(TorchRendezvous):
     Args:
         ranks: of the island.
         replaced: whether the other island is another one in each round.
+        met: whether the islands meet in each round, or only in the sixth.
+        commits: whether they reach a commit in each round.
     """
 
-    def __init__(self, ranks: Communicator, replaced: bool) -> None:
+    def __init__(self, ranks: Communicator, replaced: bool, met: bool, commits: bool) -> None:
         super().__init__(RendezvousSettings("here", 1))
-        self.island, self._replaced = Island(ranks), replaced
+        self.island, self._replaced, self._meets_each_time, self._commits = Island(ranks), replaced, met, commits
         self._numbers = itertools.count(1)
 
     def _next_round(self) -> None:
@@ -571,29 +590,38 @@ class InRounds(TorchRendezvous):
         if self.island.is_first:
             other = f"other {number if self._replaced else 0}"
             self._state = Mock(view=View("own", number, frozenset({"own", other})))
+        self._met = self._meets_each_time
+        if not self._met and number <= 5:
+            raise RanksLostError("A worker gives no sign of life, or has left the others after a loss")
 
     def train(self, state: Any) -> None:
         """Lose the other island five times, always with the same error."""
+        if self._commits:
+            self.change_due(LocalCommunicator(), [])
         if self._rounds <= 5:
             raise RanksLostError("A worker gives no sign of life, or has left the others after a loss")
         raise KeyError("trained")
 
 
-@pytest.mark.parametrize("replaced", [True, False], ids=["others each time", "the same ones"])
+@pytest.mark.parametrize(
+    ("replaced", "met", "commits"),
+    [(True, True, False), (False, False, False), (False, True, True), (False, True, False)],
+    ids=["others each time", "not met", "with commits", "the same ones"],
+)
 def test_an_island_ends_only_if_rounds_of_the_same_workers_fail(
-    replaced: bool, monkeypatch: pytest.MonkeyPatch
+    replaced: bool, met: bool, commits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first rank alone knows who the others are, and decides for all of its ranks."""
     monkeypatch.setattr(torch_rendezvous, "island_here", lambda: None)
     monkeypatch.setattr(torch_rendezvous, "close_world", lambda: None)
 
     def work(ranks: Communicator) -> tuple[int, str]:
-        job = InRounds(ranks, replaced)
+        job = InRounds(ranks, replaced, met, commits)
         with pytest.raises((KeyError, RanksLostError)) as caught:
             job._in_rounds(job.train, Kept(), (), {})
         return job._rounds, type(caught.value).__name__
 
-    assert run_ranks(2, work) == [(6, "KeyError") if replaced else (3, "RanksLostError")] * 2
+    assert run_ranks(2, work) == [(6, "KeyError") if replaced or commits or not met else (3, "RanksLostError")] * 2
 
 
 def test_an_island_hears_of_a_round_that_its_first_rank_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
