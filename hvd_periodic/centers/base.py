@@ -57,8 +57,7 @@ class Placement(ABC):
 
     def share(self, layout: Layout) -> Layout:
         """Return the layout of the elements that this rank holds."""
-        whole = all(self.bounds(bucket) == (0, bucket.size) for bucket in layout.buckets)
-        return layout if whole else layout.restrict(self.bounds)
+        return layout.share(self.bounds)
 
     @abstractmethod
     def fetch(self, communicator: Communicator, share: Any, bucket: Bucket, name: str, out: Any) -> Any:

@@ -11,6 +11,8 @@ clocks of their hosts. What is between torch and the store here:
   the maximum, and new workers would take the places of those who hold the center;
 - moves workers that wait for a full round to torch's list of spare ones, who call for no round before a place is free;
 - remembers what the state says about this process and the others, for whoever waits for them.
+
+The terms on which workers take part are another value in the store, which the first worker of a job signs and sets.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ import json
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+from hvd_periodic.comm.rendezvous_settings import JOB
 
 _OF_STATES = {
     ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState"),
@@ -262,6 +266,37 @@ class RendezvousState(C10dRendezvousBackend):
             known = View(self._own, state.round, current)
         lost = state.round != known.round or not known.members <= current
         self.view = View(self._own, known.round, known.members, lost, bool(state.wait_list), len(current | {self._own}))
+
+
+def require_same_terms(store: Any, job: str, secret: bytes, terms: Mapping[str, Any]) -> None:
+    """Raise an error unless the first worker of a job takes part on the same terms; or be the first.
+
+    Args:
+        store: the store.
+        job: name of the job.
+        secret: the key of signatures.
+        terms: what has to be equal in all workers, in words by what it is.
+
+    Raises:
+        OtherSecretError: the first worker has another secret.
+        ValueError: it has other terms.
+    """
+    mine = {what: str(value) for what, value in terms.items()}
+    text = json.dumps(mine, sort_keys=True)
+    signed = json.dumps([text, hmac.digest(secret, text.encode(), "sha256").hex()])
+    found = store.compare_set(f"hvd_periodic.{job}.fingerprint", "", signed).decode()
+    if found == signed:
+        return
+    theirs, signature = json.loads(found)
+    if not hmac.compare_digest(signature, hmac.digest(secret, theirs.encode(), "sha256").hex()):
+        raise OtherSecretError
+    theirs = json.loads(theirs)
+    different = sorted(what for what in mine.keys() | theirs if mine.get(what) != theirs.get(what))
+    described = "; ".join(f"{what}: {mine.get(what)} here, {theirs.get(what)} there" for what in different)
+    raise ValueError(
+        f"Job {job!r} at this rendezvous trains something else: {described}. Train the same in all workers; or name "
+        f"this job in {JOB}"
+    )
 
 
 class _StateUnpickler(pickle.Unpickler):

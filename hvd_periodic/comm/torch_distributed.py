@@ -342,10 +342,11 @@ def open_world(store: Any, rank: int, size: int, one_host: bool) -> None:
         with _elastic.connections.of_group(store, "world", rank, size):
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_CREATION)
         _c10d._set_pg_timeout(_FOR_EVER, dist.group.WORLD)
+        _elastic.group, _elastic.rank = dist.group.WORLD, rank
+        _elastic.store, _elastic.one_host = store, one_host
+        _ = TorchDistributedCommunicator()._group  # Now that all are here: later, one may restore a commit for long.
     except RuntimeError as error:
         raise RanksLostError(f"A process was lost while all ranks connected: {error}") from error
-    _elastic.group, _elastic.rank = dist.group.WORLD, rank
-    _elastic.store, _elastic.one_host = store, one_host
 
 
 def open_between(store: Any, name: str, number: int, count: int, one_host: bool) -> None:

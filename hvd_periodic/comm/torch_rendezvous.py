@@ -14,8 +14,6 @@ ranks look there for errors of the others.
 
 from __future__ import annotations
 
-import hmac
-import json
 import os
 import socket
 import threading
@@ -40,7 +38,7 @@ from hvd_periodic.comm.collective_tracker import CollectiveTracker, trackers
 from hvd_periodic.comm.elastic import ElasticJob, Function, RanksJoinInterrupt, RanksLostError, State
 from hvd_periodic.comm.island_failures import IslandFailures, IslandRankError
 from hvd_periodic.comm.rendezvous_settings import JOB, RANKS, SECRET, RendezvousSettings
-from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState, View
+from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState, View, require_same_terms
 from hvd_periodic.comm.torch_distributed import (
     TorchDistributedCommunicator,
     close_world,
@@ -52,8 +50,11 @@ from hvd_periodic.comm.torch_distributed import (
 )
 from hvd_periodic.logs import logger, set_up
 
-_CONNECTING = timedelta(seconds=5)
-"""Within which a store answers."""
+_CONNECTING = 5.0
+"""Seconds within which a rendezvous that can be reached accepts a connection."""
+
+_POLL = 0.05
+"""Seconds, at most, between two looks whether all workers of a round have come."""
 
 _LAST_CALL = 2.0
 """Seconds that a round stays open once the minimum of workers is there, and nobody else is expected."""
@@ -65,7 +66,7 @@ _LOOKS = 1.0
 """Seconds, at most, between two signs of life: with each, a worker learns who is lost and who waits."""
 
 _IN_VAIN = 3
-"""Rounds of the same workers that fail at the same place, after which it is an error of the program."""
+"""Rounds of the same workers that fail alike, without a commit in between: it is an error of the program."""
 
 _NO_SERVER = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable with which torch's rendezvous starts no further store on rank 0."""
@@ -108,9 +109,12 @@ class TorchRendezvous(ElasticJob):
         self._watch: threading.Thread | None = None
         self._failures_within: IslandFailures | None = None
         self._ended = threading.Event()
+        self._arrivals = CollectiveTracker("", 0, [0])
+        self._heard: IslandRankError | None = None
+        self._meets = False
         self._rounds, self._round, self._missed = 0, -1, False
         self._failures: list[tuple[Any, str]] = []
-        self._began = self._over = False
+        self._began = self._over = self._met = False
 
     def change_due(self, communicator: Communicator, news: Sequence[tuple[float, int]]) -> Exception | None:
         """Return an interrupt if a worker waits for the next round."""
@@ -118,6 +122,7 @@ class TorchRendezvous(ElasticJob):
         due = any(communicator.allgather_object(waiting, "hvd_periodic.waiting"))
         if self.island is not None:
             due = self.island.settle(asks=due)
+        self._failures = []
         return RanksJoinInterrupt() if due else None
 
     def run(self, function: Function, state: State, *args: Any, **kwargs: Any) -> Any:
@@ -194,8 +199,12 @@ class TorchRendezvous(ElasticJob):
                 logger.warning("A rank was lost, the others go on: %s", error)
 
     def _in_vain(self, error: Exception) -> bool:
-        """Return whether rounds of the same workers fail in the same way; the first rank of an island says so."""
-        self._failures = [*self._failures, (self._view.members, str(error))][-_IN_VAIN:]
+        """Return whether rounds of the same workers fail in the same way; the first rank of an island says so.
+
+        Those in which the workers have not met do not count: the program has no part in that.
+        """
+        if self._met:
+            self._failures = [*self._failures, (self._view.members, str(error))][-_IN_VAIN:]
         found = len(self._failures) == _IN_VAIN and len(set(self._failures)) == 1
         return found if self.island is None else self.island.of_first(lambda: found)
 
@@ -214,7 +223,8 @@ class TorchRendezvous(ElasticJob):
             ticket = mine.add(f"hvd_periodic.{settings.job}.workers", 1)
             own = f"{ticket:09d}.{socket.gethostname()}"
             secret = settings.secret.encode()
-            self._check_fingerprint(mine, state, secret)
+            terms = settings.terms | {"the number of ranks of a worker": self._ranks} | state.fingerprint
+            require_same_terms(mine, settings.job, secret, terms)
             self._state = RendezvousState(
                 mine,
                 settings.job,
@@ -234,7 +244,7 @@ class TorchRendezvous(ElasticJob):
                 settings.minimum,
                 settings.maximum,
                 own,
-                RendezvousTimeout(seconds, timedelta(seconds=_LAST_CALL), _CONNECTING, _CONNECTING),
+                RendezvousTimeout(seconds, timedelta(seconds=_LAST_CALL), self._patience, self._patience),
                 self._interval,  # type: ignore[arg-type]  # Seconds, of which it makes a timedelta.
                 round(settings.lost_seconds / self._interval),
             )
@@ -248,32 +258,23 @@ class TorchRendezvous(ElasticJob):
         """Seconds between two signs of life."""
         return min(self._settings.lost_seconds / _BEATS, _LOOKS)
 
+    @property
+    def _patience(self) -> timedelta:
+        """How long the store may take to answer, and workers of a round to tell others of themselves.
+
+        The next round waits as long for a worker that is lost, so giving up earlier would only end rounds of workers
+        that are slow.
+        """
+        return timedelta(seconds=max(self._settings.lost_seconds, _CONNECTING))
+
     def _connected(self) -> Any:
         """Return a connection to the store."""
-        settings = self._settings
-        host = settings.host.strip("[]")
+        host, port = self._settings.host.strip("[]"), self._settings.port
         connect: Any = dist.TCPStore  # type: ignore[attr-defined]  # Not in builds without torch.distributed.
-        return connect(host, settings.port, is_master=False, timeout=_CONNECTING, wait_for_workers=False)
-
-    def _check_fingerprint(self, store: Any, state: State, secret: bytes) -> None:
-        """Raise a ValueError if the first worker of the job has another model, algorithm, version or secret."""
-        terms = self._settings.terms | {"the number of ranks of a worker": self._ranks} | state.fingerprint
-        mine = {what: str(value) for what, value in terms.items()}
-        text = json.dumps(mine, sort_keys=True)
-        signed = json.dumps([text, hmac.digest(secret, text.encode(), "sha256").hex()])
-        found = store.compare_set(f"hvd_periodic.{self._settings.job}.fingerprint", "", signed).decode()
-        if found == signed:
-            return
-        theirs, signature = json.loads(found)
-        if not hmac.compare_digest(signature, hmac.digest(secret, theirs.encode(), "sha256").hex()):
-            raise OtherSecretError
-        theirs = json.loads(theirs)
-        different = sorted(what for what in mine.keys() | theirs if mine.get(what) != theirs.get(what))
-        described = "; ".join(f"{what}: {mine.get(what)} here, {theirs.get(what)} there" for what in different)
-        raise ValueError(
-            f"Job {self._settings.job!r} at this rendezvous trains something else: {described}. Train the same in all "
-            f"workers; or name this job in {JOB}"
-        )
+        limit = timedelta(seconds=_CONNECTING)
+        store = connect(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+        store.set_timeout(self._patience)
+        return store
 
     @property
     def _ranks(self) -> int:
@@ -282,11 +283,13 @@ class TorchRendezvous(ElasticJob):
 
     def _next_round(self) -> None:
         """Leave the round, and take part in the next; note whether there were others without this worker."""
+        self._met = False
         close_world()
         settings, island = self._settings, self.island
         found, store = self._meet() if island is None else island.of_first(self._meet_for_all)
         self._missed |= found.missed
         self._round = found.number
+        self._await_all(found)
         if island is None:
             open_world(store, found.rank, found.size, settings.one_host)
         else:
@@ -295,6 +298,7 @@ class TorchRendezvous(ElasticJob):
             store = with_prefix(f"{name}.{island.ranks.rank}", self._store)
             open_between(store, name, found.rank, found.size, settings.one_host)
         self._rounds += 1
+        self._met = True
 
     def _meet_for_all(self) -> tuple[_Round, None]:
         """Take part in the next round for this island."""
@@ -304,21 +308,44 @@ class TorchRendezvous(ElasticJob):
         """Take part in the next round of the rendezvous; return it, with its store."""
         with self._explained(), _without_server():
             before = self._view.round
-            found = self._handler.next_rendezvous()
+            self._meets = True
+            try:
+                found = self._handler.next_rendezvous()
+            finally:
+                self._meets = False
             view = self._view
             missed = before >= 0 and view.round != before + 1
             ranks = sorted(view.members)  # torch leaves out those that have died since the round was complete.
             return _Round(view.round, ranks.index(view.own), len(ranks), missed), found.store
 
+    def _await_all(self, found: _Round) -> None:
+        """Wait until all that this process connects to in a round are about to connect, however slow they are.
+
+        Connecting cannot be interrupted, and ends after some seconds, within which a busy host may not come to it.
+
+        Raises:
+            RanksLostError: one of them is lost.
+        """
+        position = 0 if self.island is None else self.island.ranks.rank
+        key = f"hvd_periodic.{self._settings.job}.here.{found.number}.{position}"
+        with self._explained():
+            self._store.add(key, 1)
+            self._arrivals.wait_for(0, lambda: self._store.add(key, 0) >= found.size, _POLL)
+
     def _end_waits(self, view: View) -> None:
-        """End the waits of this worker if nobody can exchange in its round any more."""
+        """End the waits of this worker if nobody can exchange in its round any more.
+
+        Raises:
+            IslandRankError: another rank of this island has raised an error while this one waits for the next round.
+        """
+        if self._meets and self._heard is not None:
+            raise self._heard
         if not view.lost or self._over:
             return
         if self.island is not None:  # Ranks of the island may wait in that round after this one has left it.
             with suppress(RuntimeError):  # The store is down.
                 self._signs.set(self._lost(view.round), b"lost")
-        if elastic_group() is not None:
-            _end_exchanges()
+        self._end_exchanges()
 
     def _look(self, own: str) -> None:
         """Hear of errors in this island; give its first rank signs of life, and hear from it of rounds; in a thread."""
@@ -330,19 +357,26 @@ class TorchRendezvous(ElasticJob):
                 if self._state is not None:
                     continue
                 self._signs.add(beats, 1)
-                if elastic_group() is not None and self._signs.check([self._lost(number)]) and number == self._round:
-                    _end_exchanges()
+                if self._signs.check([self._lost(number)]) and number == self._round:
+                    self._end_exchanges()
 
     def _look_within(self) -> None:
         """End all waits of this rank if another one of its island has raised an error; the first rank then leaves."""
         heard = None if self._failures_within is None else self._failures_within.heard()
         if heard is None:
             return
+        self._heard = heard
         if self._state is not None:
             with suppress(RendezvousConnectionError):
                 self._state.leave()
-        _end_exchanges(heard)
+        self._end_exchanges(heard)
         _end_wait(self.island.ranks.tracker, heard)  # type: ignore[union-attr]
+
+    def _end_exchanges(self, error: Exception | None = None) -> None:
+        """End the waits of this process for ranks that it exchanges with."""
+        lost = RanksLostError("A worker gives no sign of life, or has left the others after a loss")
+        for tracker in [self._arrivals, *(tracker for tracker in trackers() if tracker.elastic)]:
+            _end_wait(tracker, error or lost)
 
     def _lost(self, number: int) -> str:
         """Return the key that says that nobody can exchange in a round any more."""
@@ -421,14 +455,6 @@ class TorchRendezvous(ElasticJob):
 
 class JobOverError(RuntimeError):
     """The ranks of the job have finished training."""
-
-
-def _end_exchanges(error: Exception | None = None) -> None:
-    """End the waits of this process for ranks that it exchanges with."""
-    for tracker in trackers():
-        if tracker.elastic:
-            lost = RanksLostError("A worker gives no sign of life, or has left the others after a loss")
-            _end_wait(tracker, error or lost)
 
 
 def _end_wait(tracker: CollectiveTracker, error: Exception) -> None:

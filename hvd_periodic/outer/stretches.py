@@ -111,7 +111,7 @@ def carried(saved: Any, then: Division, fresh: Any, now: Division, rank: int, st
 
 def stretches_of(layout: Layout, rank: int, size: int, fragment: Fragment | None) -> list[Stretch]:
     """Return the stretches of parameters that a rank holds, of one fragment or of all."""
-    share = layout if size == 1 else layout.restrict(lambda bucket: chunk(bucket.size, rank, size))
+    share = layout.share(lambda bucket: chunk(bucket.size, rank, size))
     if fragment is None:
         return list(share.sources)
     indices = {bucket.index for bucket in fragment.buckets}

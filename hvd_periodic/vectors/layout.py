@@ -149,6 +149,11 @@ class Layout:
         self.ends: frozenset[int] = frozenset()
         self.buckets = self._cut(cuts)
 
+    def share(self, owned: Callable[[Bucket], tuple[int, int]]) -> Layout:
+        """Return :meth:`restrict` of this layout; or this one, with its empty tensors, if nothing is left out."""
+        whole = all(owned(bucket) == (0, bucket.size) for bucket in self.buckets)
+        return self if whole else self.restrict(owned)
+
     def restrict(self, owned: Callable[[Bucket], tuple[int, int]]) -> Layout:
         """Return the layout of elements ``[start, stop) = owned(bucket)`` of every bucket, counted within the bucket.
 

@@ -2,8 +2,8 @@
 
 python -m tests.benchmarks.soak_elastic [--minutes 60] [--seed 0] [--events 20] [--job NAME ...]
 
-Workers are killed, stopped and woken up, ended and started, in all jobs at once, until the time is over; every round
-has a seed of its own, with which it can be run again. Ends with 1 if a round has failed.
+Workers, in some jobs islands, are killed, stopped and woken up, ended and started, in all jobs at once, until the time
+is over; every round has a seed of its own, with which it can be run again. Ends with 1 if a round has failed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import time
 from pathlib import Path
 
 from tests.parallel.rendezvous_events import play
-from tests.parallel.rendezvous_scenarios import EVENTS
+from tests.parallel.rendezvous_scenarios import EVENTS, ISLAND_EVENTS
+
+JOBS = EVENTS | ISLAND_EVENTS
 
 
 def main() -> None:
@@ -24,12 +26,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="after which no other round begins")
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--events", type=int, default=20, help="in every job of a round")
-    parser.add_argument("--job", action="append", choices=EVENTS, help="only these")
+    parser.add_argument("--job", action="append", choices=JOBS, help="only these")
     arguments = parser.parse_args()
     until, seed, failed = time.monotonic() + 60 * arguments.minutes, arguments.seed, 0
     while time.monotonic() < until:
         with tempfile.TemporaryDirectory(prefix="hvd_periodic_") as folder:
-            folders = {name: Path(tempfile.mkdtemp(dir=folder)) for name in arguments.job or EVENTS}
+            folders = {name: Path(tempfile.mkdtemp(dir=folder)) for name in arguments.job or JOBS}
             try:
                 jobs = play(folders, arguments.events, seed)
             except AssertionError as error:

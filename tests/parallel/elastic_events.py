@@ -61,7 +61,7 @@ def begin(rank: int, size: int, step: int, **more: Any) -> None:
         file.write(json.dumps({"pid": os.getpid(), "rank": rank, "size": size, "step": step} | more) + "\n")
 
 
-def end(rank: int, **found: Any) -> None:
+def end(rank: int | str, **found: Any) -> None:
     """Tell what this process has in the end."""
     (FOLDER / f"end.{rank}.json").write_text(json.dumps({"pid": os.getpid(), "rank": rank, **found}))
 

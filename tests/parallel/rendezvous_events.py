@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ from tests.parallel.rendezvous_job import Job, numbered, rendezvous
 from tests.parallel.rendezvous_scenarios import read_file, replace_file
 
 LEAST, MOST = 2, 5
-"""Numbers of workers between which events keep a job."""
+"""Numbers of workers between which events keep a job; of islands, three at most."""
 
 AHEAD = 40
 """Steps that workers may take beyond those that are known."""
@@ -35,7 +36,7 @@ SECONDS = 60
 """Within which the workers go on after an event."""
 
 
-AT_ONCE = 4
+AT_ONCE = 5
 """Jobs that run at the same time."""
 
 
@@ -55,9 +56,10 @@ class EventfulJob(Job):
 
     def __init__(self, name: str, folder: Path, address: str, seed: int) -> None:
         super().__init__(name, folder, address, MOST)
+        self._most = 3 if self.scenario.inside else MOST
         self._random = random.Random(f"{name} {seed}")
         self._lost: set[int] = set()
-        self._asleep: dict[int, float] = {}
+        self._asleep: dict[int, tuple[float, int]] = {}
         self.happened: list[str] = []
         replace_file(folder / "fence", (AHEAD, False))
 
@@ -73,7 +75,7 @@ class EventfulJob(Job):
         while len(self.happened) < events:
             yield from self._train(self._random.randrange(BETWEEN), BETWEEN_SECONDS)
             active = len(self.processes) - len(self._lost)
-            kinds = [*SIGNALS] * (len(self._active()) > LEAST) + ["start"] * 2 * (active < MOST)
+            kinds = [*SIGNALS] * (len(self._active()) > LEAST) + ["start"] * 2 * (active < self._most)
             what = self._random.choice(kinds or ["wait"])  # For workers that have been started.
             if what == "wait":
                 continue
@@ -98,10 +100,12 @@ class EventfulJob(Job):
         if len(trained) < LEAST:
             return
         number = self._random.choice(sorted(active))
-        os.kill(active[number], SIGNALS[what])
+        others = [int(file.read_text()) for file in self.folder.glob(f"here.{number}.*")]
+        process = self._random.choice([active[number], *others])
+        os.kill(process, SIGNALS[what])
         self._note(f"{what} {number}")
         if what == "stop":
-            self._asleep[number] = time.monotonic() + self.scenario.lost + self._random.uniform(1, 3)
+            self._asleep[number] = time.monotonic() + self.scenario.lost + self._random.uniform(1, 3), process
         else:
             self._lost.add(number)
 
@@ -148,9 +152,8 @@ class EventfulJob(Job):
         until = time.monotonic() + seconds
         while True:
             replace_file(self.folder / "fence", (self._step() + AHEAD, False))
-            for number in [number for number, when in self._asleep.items() if when <= time.monotonic()]:
-                del self._asleep[number]
-                os.kill(self._active()[number], signal.SIGCONT)
+            for number in [number for number, (when, _) in self._asleep.items() if when <= time.monotonic()]:
+                os.kill(self._asleep.pop(number)[1], signal.SIGCONT)
                 self._note(f"wake {number}")
             if any(self.processes[number].poll() is not None for number in self._active()):
                 raise EndedError
@@ -181,7 +184,8 @@ class EventfulJob(Job):
                 assert self.processes[number].poll() == 0, about
             else:  # It got no processor for so long that the others have ended without it.
                 assert "is over" in (self.folder / f"output.{number}").read_text(), about
-        for end in ends:
+        others = [json.loads(file.read_text()) for file in self.folder.glob("end.*.*.json")]  # Of islands.
+        for end in [*ends, *others]:
             assert end["center"] == ends[0]["center"], about
         if scenario.digits:
             assert ends[0]["accuracy"] >= ACCURACY, about

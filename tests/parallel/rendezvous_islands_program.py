@@ -2,6 +2,8 @@
 
 HVD_PERIODIC_RENDEZVOUS=... python -m tests.parallel.rendezvous_islands_program SCENARIO FOLDER NUMBER [POSITION]
 
+Random events happen to it as well; see ``rendezvous_events.py``.
+
 Islands descend on quadratics: the mean gradient of its ranks is that of a worker of ``rendezvous_program.py``. Without
 a position, torchrun has started the ranks of the island.
 """
@@ -21,13 +23,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hvd_periodic.torch as hvdp
-from tests.parallel.elastic_events import FOLDER, begin, die, end, once
-from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, SIZE, STEPS, target
-from tests.parallel.rendezvous_program import State
-from tests.parallel.rendezvous_scenarios import replace_file
-from tests.parallel.rendezvous_worker import UserError
-from tests.parallel.silence import count_silence, falls_silent
-from tests.parallel.test_rendezvous_islands import ISLANDS, RANKS, SCENARIOS, STEP, WAIT_STEP, Scenario
+from hvd_periodic.comm.torch_distributed import TorchDistributedCommunicator
+from tests.parallel.elastic_events import FOLDER, at_collective, begin, die, end, once
+from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, SIZE, target
+from tests.parallel.rendezvous_job import RANKS
+from tests.parallel.rendezvous_program import State, forgets_sums, goes_on
+from tests.parallel.rendezvous_scenarios import ISLAND_EVENTS, Scenario, replace_file
+from tests.parallel.rendezvous_worker import UserError, arrive, wait_for
+from tests.parallel.silence import falls_silent
+from tests.parallel.test_rendezvous_islands import ISLANDS, SCENARIOS, STEP, WAIT_STEP
 
 ALGORITHMS = {"easgd": hvdp.EASGD, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
 
@@ -55,17 +59,14 @@ def connect(number: int) -> int:
     return dist.get_rank()
 
 
-def wait_for(*names: str) -> None:
-    """Wait until files exist."""
-    while not all((FOLDER / name).exists() for name in names):
-        time.sleep(0.05)
-
-
 def happen(scenario: Scenario, step: int, state: Any, position: int) -> None:
     """Let happen to the last island what is to happen; let the other wait until an island waits to take part."""
     island, islands = state.place()
-    happened = (FOLDER / "victim.1").exists()
-    if step == STEP and islands == ISLANDS and island == ISLANDS - 1 and once(f"victim.{position}"):
+    happened, in_flight = (FOLDER / "victim.1").exists(), scenario.what == "in flight"
+    if islands == ISLANDS and island == 0 and step <= STEP:
+        replace_file(FOLDER / f"reached.{position}", step)
+    before = PERIOD * (STEP // PERIOD) - 1 if in_flight else STEP  # Before the step with the exchange.
+    if step == before and islands == ISLANDS and island == ISLANDS - 1 and once(f"victim.{position}"):
         replace_file(FOLDER / f"pid.{position}", os.getpid())
         wait_for(*(f"pid.{other}" for other in range(RANKS)))
         if scenario.what == "raise":
@@ -75,11 +76,13 @@ def happen(scenario: Scenario, step: int, state: Any, position: int) -> None:
         if position == 0:
             falls_silent(state, int((FOLDER / f"pid.{RANKS - 1}").read_text()))
         wait_for("silent")
-        if scenario.what == "kill":
+        if in_flight:
+            at_collective(TorchDistributedCommunicator, 2, "before")
+        elif scenario.what == "kill":
             die()
         elif position == RANKS - 1:
             os.kill(os.getpid(), signal.SIGKILL if scenario.what == "torchrun" else signal.SIGSTOP)
-    late = step == STEP - 2 and islands < ISLANDS and not happened  # At the start.
+    late = step == STEP - 3 and islands < ISLANDS and not happened  # At the start.
     alone = happened and step == WAIT_STEP and islands == ISLANDS - 1 and once(f"wait.{position}")
     if (late or (alone and scenario.what != "raise")) and position == 0:
         while not state.job._state.view.waiting:
@@ -104,23 +107,29 @@ def main(scenario: Scenario, number: int) -> None:
         root_rank=ISLANDS - 1,
         overlap=scenario.overlap,
     )
-    state = State(model, optimizer, commit="exchange", batch=0)
-    count_silence(until="wait.0")
-    (FOLDER / f"here.{number}.{position}").touch()
-    wait_for(*(f"here.{each}.{place}" for each in range(ISLANDS) for place in range(RANKS)))
+    if scenario.what == "in flight":  # Small data would travel with the handshake.
+        TorchDistributedCommunicator.piggyback_limit_bytes = 0
+    state = State(model, optimizer, commit=scenario.commit, batch=0)
+    arrive(scenario, number, position)
+    if scenario.what != "events":
+        wait_for(*(f"here.{each}.{place}" for each in range(ISLANDS) for place in range(1, RANKS)))
 
     @hvdp.elastic.run
     def train(state: Any) -> str:
         steps, (island, islands) = optimizer.synchronizer.local_steps, state.place()
-        begin(island, islands, steps, round=state.job._round, position=position, forgotten=state.forgotten)
-        while state.batch < STEPS:
-            step, (island, islands) = state.batch, state.place()
-            happen(scenario, step, state, position)
+        of_rank = {"position": position, "forgotten": state.forgotten, "forgets_sums": forgets_sums(optimizer)}
+        begin(island, islands, steps, round=state.job._round, **of_rank)
+        while goes_on(scenario, state.batch, island if position == 0 else RANKS * islands):
+            step = state.batch
+            if scenario.what != "events":
+                happen(scenario, step, state, position)
             apart = 0.5 * (-1) ** position * (1 + step % 3)
             optimizer.zero_grad()
             model(torch.tensor(target(island, step), dtype=torch.float64) + apart).backward()
             state.batch += 1
             optimizer.step()
+            if scenario.commit == "call" and state.batch % PERIOD == PERIOD - 1:
+                state.commit()
         optimizer.finalize()
         return "done"
 
@@ -137,7 +146,12 @@ def main(scenario: Scenario, number: int) -> None:
     replica = values(model)
     with optimizer.center():
         center = values(model)
-    end(island * RANKS + position, x=replica, center=center, steps=optimizer.synchronizer.local_steps)
+    end(
+        f"{island}.{position}" if position else island,
+        x=replica,
+        center=center,
+        steps=optimizer.synchronizer.local_steps,
+    )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -150,4 +164,4 @@ def values(model: torch.nn.Module) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(SCENARIOS[sys.argv[1]], int(sys.argv[3]))
+    main((SCENARIOS | ISLAND_EVENTS)[sys.argv[1]], int(sys.argv[3]))

@@ -15,7 +15,15 @@ from typing import Any
 
 from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, environment, python
-from tests.parallel.rendezvous_scenarios import EVENTS, HANGING, KERAS, KERAS_COMPILED, SCENARIOS
+from tests.parallel.rendezvous_scenarios import DOWN, EVENTS, ISLAND_EVENTS, KERAS, KERAS_COMPILED, SCENARIOS, THOROUGH
+
+JOBS = SCENARIOS | THOROUGH | DOWN | KERAS | KERAS_COMPILED | EVENTS | ISLAND_EVENTS
+
+RANKS = 2
+"""Of an island."""
+
+OF_ISLANDS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""In the environment: else ranks that torchrun starts again find former addresses."""
 
 
 class Job:
@@ -30,12 +38,12 @@ class Job:
 
     def __init__(self, name: str, folder: Path, rendezvous: str, most: int | None = None) -> None:
         self.name, self.folder, self._rendezvous = name, folder, rendezvous
-        self.scenario = (SCENARIOS | HANGING | KERAS | KERAS_COMPILED | EVENTS)[name]
+        self.scenario = JOBS[name]
         self._most = most or self.scenario.workers
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self) -> None:
-        """Start one more worker."""
+    def start(self, **more: str) -> None:
+        """Start one more worker, with more in its environment."""
         number = len(self.processes)
         settings = {
             "HVD_PERIODIC_RENDEZVOUS": self._rendezvous,
@@ -43,15 +51,12 @@ class Job:
             "HVD_PERIODIC_RANKS": f"{self.scenario.wait_size}:{self._most}",
             "HVD_PERIODIC_LOST_SECONDS": f"{self.scenario.lost}",
             "HVD_PERIODIC_JOIN_SECONDS": f"{60 * PATIENCE}",
+            **OF_ISLANDS,
+            **more,
         }
-        of_keras = bool(self.scenario.loop)
-        program = "tests.parallel.rendezvous_keras_program" if of_keras else "tests.parallel.rendezvous_program"
         with (self.folder / f"output.{number}").open("wb") as output:
             process = subprocess.Popen(
-                [
-                    *python("tensorflow" if of_keras else "torch alone"),
-                    *("-m", program, self.name, str(self.folder), str(number)),
-                ],
+                [*self._program(), self.name, str(self.folder), str(number)],
                 env=environment() | settings,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -59,6 +64,15 @@ class Job:
                 stderr=subprocess.STDOUT,
             )
         self.processes.append(process)
+
+    def _program(self) -> list[str]:
+        """Return the words of a command line that run a worker."""
+        if self.scenario.loop:
+            return [*python("tensorflow"), "-m", "tests.parallel.rendezvous_keras_program"]
+        if self.scenario.inside:
+            return [*torchrun(), *python("torch alone"), "-m", "tests.parallel.rendezvous_islands_program"]
+        launcher = torchrun(ranks=1, restarts=1) if self.scenario.what == "torchrun" else []
+        return [*launcher, *python("torch alone"), "-m", "tests.parallel.rendezvous_program"]
 
     def output(self) -> str:
         """Return what the workers have printed."""
@@ -68,12 +82,13 @@ class Job:
     def stop(self) -> None:
         """End all processes that are left."""
         for number, process in enumerate(self.processes):
-            file = self.folder / f"here.{number}"
-            if process.poll() is None and file.exists():
-                with suppress(ProcessLookupError):
-                    os.kill(int(file.read_text()), signal.SIGKILL)
+            files = [self.folder / f"here.{number}", *self.folder.glob(f"here.{number}.*")]
+            left = files if process.poll() is None else []
             process.kill()
             process.wait()
+            for file in left:
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    os.kill(int(file.read_text()), signal.SIGKILL)
 
     def end(self, rank: int) -> dict[str, Any]:
         """Return what a rank had in the end."""
@@ -98,6 +113,7 @@ class Job:
         """Return what the ranks have told when they began each stretch."""
         file = self.folder / "begun"
         lines = [json.loads(line) for line in (file.read_text() if file.exists() else "").splitlines()]
+        lines = [line for line in lines if not line.get("position")]  # The other ranks of an island are with the first.
         lines.sort(key=lambda line: (line["round"], line["rank"]))
         found = []
         for _, group in groupby(lines, key=lambda line: line["round"]):
@@ -106,6 +122,12 @@ class Job:
             if len(stretch) == stretch[0]["size"]:
                 found.append(stretch)
         return found
+
+
+def torchrun(ranks: int = RANKS, restarts: int = 0) -> list[str]:
+    """Return the words of a command line that run what follows on the ranks of a worker."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(restarts)]
+    return [*launcher, "--nproc-per-node", str(ranks), "--no-python"]
 
 
 @contextmanager

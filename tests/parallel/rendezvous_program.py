@@ -18,17 +18,18 @@ import torch.distributed as dist
 
 import hvd_periodic.torch as hvdp
 from tests.parallel.elastic_events import FOLDER, begin, end
-from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, SIZE, target
+from tests.parallel.elastic_scenarios import INNER_PERIOD, MOMENTUM, PERIOD, RATE, SIZE, target
 from tests.parallel.rendezvous_scenarios import (
+    DOWN,
     EVENTS,
-    HANGING,
     OWN_TARGET,
     SCENARIOS,
+    THOROUGH,
     Scenario,
     read_file,
     replace_file,
 )
-from tests.parallel.rendezvous_worker import UserError, arrive, happen, wait_for_the_others
+from tests.parallel.rendezvous_worker import UserError, arrive, happen, wait_for
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -43,16 +44,16 @@ class State(hvdp.elastic.State):
         self.forgotten += 1
 
 
-def goes_on(scenario: Scenario, step: int) -> bool:
-    """Return whether another step comes; where others say so, wait until it may come."""
+def goes_on(scenario: Scenario, step: int, worker: int) -> bool:
+    """Return whether another step of a worker comes; where others say so, wait until it may come."""
     if scenario.what != "events":
         return step < scenario.steps
-    if dist.get_rank() == 0 and step % PERIOD == 0:
+    if worker == 0 and step % PERIOD == 0:
         replace_file(FOLDER / "progress", step)
     while True:
         fence, last = read_file(FOLDER / "fence")
         if step < fence:
-            time.sleep(0.02 * (1 + dist.get_rank() % 2))
+            time.sleep(0.02 * (1 + worker % 2))
             return True
         if last:
             return False
@@ -115,11 +116,14 @@ def main(scenario: Scenario, number: int) -> None:
     if isinstance(model, Quadratics):
         model.y.requires_grad = not scenario.thaws
     local = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-    algorithm = {"easgd": hvdp.EASGD, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}[scenario.algorithm]
+    algorithms = {"easgd": hvdp.EASGD, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
+    inner: Any = local
+    if scenario.inner:
+        inner = hvdp.PeriodicOptimizer(local, model, algorithms[scenario.inner](), INNER_PERIOD)
     optimizer = hvdp.PeriodicOptimizer(
-        local,
+        inner,
         model,
-        algorithm(),
+        algorithms[scenario.algorithm](),
         PERIOD,
         center=scenario.center,
         overlap=scenario.overlap,
@@ -137,7 +141,7 @@ def main(scenario: Scenario, number: int) -> None:
         steps, number = optimizer.synchronizer.local_steps, state.job._state.view.round
         forgets = {"forgotten": state.forgotten, "forgets_sums": forgets_sums(optimizer)}
         begin(dist.get_rank(), dist.get_world_size(), steps, round=number, **forgets)
-        while goes_on(scenario, state.batch):
+        while goes_on(scenario, state.batch, dist.get_rank()):
             step = state.batch
             if scenario.what != "events":
                 happen(scenario, step, state)
@@ -153,7 +157,7 @@ def main(scenario: Scenario, number: int) -> None:
     try:
         assert train(state) == "done"
     except UserError:
-        wait_for_the_others()
+        wait_for("wait.0")
         return
     assert "horovod" not in sys.modules
     replica = values(model)
@@ -172,4 +176,4 @@ def values(model: torch.nn.Module) -> list[float]:
 
 
 if __name__ == "__main__":
-    main((SCENARIOS | HANGING | EVENTS)[sys.argv[1]], int(sys.argv[3]))
+    main((SCENARIOS | THOROUGH | DOWN | EVENTS)[sys.argv[1]], int(sys.argv[3]))

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tests.parallel.elastic_scenarios import MOMENTUM, RATE
 
@@ -20,8 +20,12 @@ class Scenario:
         center: where it lives.
         workers: at the start.
         what: happens to the last rank, once: ``kill`` or ``stop``; ``raise``: an error of the user's, after which the
-            process lives on; ``hang``, outside of the library;
-            ``events``: whatever ``rendezvous_events.py`` does to any worker.
+            process lives on; ``hang``, outside of the library; ``down``: the rendezvous ends, and the rank is killed
+            later; ``torchrun``: it is killed, and torchrun starts it again;
+            ``events``: whatever ``rendezvous_events.py`` does to any worker. To an island: ``kill`` all its ranks;
+            ``in flight``: the same, after the handshake of an exchange, so that the data of the others is in flight;
+            ``torchrun``: kill one rank, whereupon torchrun ends the others, and starts the island again; ``stop``, or
+            ``raise`` an error in, one rank.
         step: local steps before it.
         wait_step: local steps before which ranks wait until another worker waits to take part.
         wait_size: their number, below which nobody trains.
@@ -34,6 +38,9 @@ class Scenario:
         lost: seconds without a sign of life after which a worker is lost; but see ``silence.py``.
         digits: whether they train the network of the examples, instead of descending on quadratics.
         loop: in Keras: ``fit``; or ``compiled`` or ``eager`` steps; empty: in PyTorch.
+        inner: algorithm of an inner optimizer, with which all exchange more often; empty: there is one level.
+        commit: ``exchange``; of islands, also ``call``, one step before every exchange.
+        inside: ``ddp`` or ``fully_shard``: workers are islands of two ranks; empty: they are single ranks.
         thaws: local steps after which the second half of the parameters is trained as well; 0: from the start.
     """
 
@@ -53,6 +60,9 @@ class Scenario:
     lost: float = 600.0
     digits: bool = False
     loop: str = ""
+    inner: str = ""
+    commit: Literal["call", "exchange"] = "exchange"
+    inside: str = ""
     thaws: int = 0
 
 
@@ -70,7 +80,7 @@ def own_after(steps: int, start: float) -> float:
 
 
 SCENARIOS = {
-    "killed, and another joins": Scenario("easgd", "sharded"),
+    "killed, and another joins, on two levels": Scenario("easgd", "sharded", inner="diloco"),
     "killed, on the root, after others were thawed": Scenario("diloco", "root", workers=2, wait_size=1, thaws=4),
     "killed, with fragments of 8 bits in flight": Scenario(
         "diloco", workers=2, wait_size=1, fragments=2, overlap=2, int8=True
@@ -79,21 +89,30 @@ SCENARIOS = {
     "raises an error, and lives on": Scenario("agn", "sharded", what="raise", again=False, lost=10_000),
 }
 
-HANGING = {
+THOROUGH = {
     "hangs, and is ended": Scenario("easgd", "root", what="hang", again=False, timeout=25.0),
+    "killed, and torchrun starts it again": Scenario("diloco", "sharded", what="torchrun", workers=2, wait_size=1),
+}
+"""Jobs in thorough runs."""
+
+DOWN = {
+    "without a rendezvous": Scenario("easgd", workers=2, wait_size=1, what="down", again=False),
 }
 
 KERAS = {
-    "averaging, in fit": Scenario("averaging", workers=2, wait_size=1, loop="fit"),
-    "diloco, with fragments of 8 bits in flight, in an eager loop": Scenario(
-        "diloco", workers=2, wait_size=1, fragments=2, overlap=2, int8=True, loop="eager"
+    "averaging, in an eager loop": Scenario("averaging", workers=2, wait_size=1, loop="eager"),
+    "diloco, with fragments of 8 bits in flight, in fit": Scenario(
+        "diloco", workers=2, wait_size=1, fragments=2, overlap=2, int8=True, loop="fit"
     ),
 }
 """Jobs of Keras."""
 
 KERAS_COMPILED = {
     "easgd, in shards": Scenario("easgd", "sharded", workers=2, wait_size=1, loop="compiled"),
-    "agn, stopped": Scenario("agn", what="stop", workers=2, wait_size=1, loop="compiled"),
+    "diloco, with fragments of 8 bits in flight": Scenario(
+        "diloco", workers=2, wait_size=1, fragments=2, overlap=2, int8=True, loop="compiled"
+    ),
+    "agn, in 8 bits, stopped": Scenario("agn", what="stop", workers=2, wait_size=1, int8=True, loop="compiled"),
 }
 """Jobs of Keras, in compiled steps of a loop."""
 
@@ -101,14 +120,24 @@ EVENTS = {
     "diloco, replicated, in flight": Scenario("diloco", overlap=2, what="events", lost=5),
     "diloco, replicated, 8 bits": Scenario("diloco", int8=True, what="events", lost=5),
     "diloco, replicated, 8 bits, in flight": Scenario("diloco", overlap=2, int8=True, what="events", lost=5),
+    "diloco, root": Scenario("diloco", "root", what="events", lost=5),
     "diloco, sharded": Scenario("diloco", "sharded", what="events", lost=5),
     "easgd, replicated, in flight": Scenario("easgd", overlap=2, what="events", lost=5),
+    "easgd, replicated, 8 bits": Scenario("easgd", int8=True, what="events", lost=5),
+    "easgd, root": Scenario("easgd", "root", what="events", lost=5),
     "easgd, sharded": Scenario("easgd", "sharded", what="events", lost=5),
     "agn, root": Scenario("agn", "root", what="events", lost=5),
+    "agn, sharded": Scenario("agn", "sharded", what="events", lost=5),
     "agn, replicated, 8 bits, in flight": Scenario("agn", overlap=2, int8=True, what="events", lost=5),
     "digits": Scenario("diloco", overlap=2, int8=True, what="events", lost=5, digits=True, steps=200),
 }
 """Jobs to which random events happen."""
+
+ISLAND_EVENTS = {
+    "diloco, islands of DDP, in flight": Scenario("diloco", overlap=2, what="events", lost=5, inside="ddp"),
+    "agn, islands of fully_shard, sharded": Scenario("agn", "sharded", what="events", lost=5, inside="fully_shard"),
+}
+"""Jobs of islands to which random events happen."""
 
 
 def replace_file(file: Path, value: Any) -> None:

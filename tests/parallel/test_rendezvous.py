@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import PATIENCE
 from tests.parallel.elastic_scenarios import PERIOD, SIZE, expected
 from tests.parallel.rendezvous_job import Job, numbered, rendezvous
-from tests.parallel.rendezvous_scenarios import HANGING, KERAS, KERAS_COMPILED, SCENARIOS, own_after
+from tests.parallel.rendezvous_scenarios import KERAS, KERAS_COMPILED, SCENARIOS, THOROUGH, own_after
 
 pytest.importorskip("torch")
 
@@ -73,9 +73,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scripte
 
 
 @pytest.fixture(scope="module")
-def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ScriptedJob]]:
-    """Run the scenarios with workers that hang."""
-    yield from run(HANGING, tmp_path_factory)
+def of_thorough_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ScriptedJob]]:
+    """Run the scenarios of thorough runs."""
+    yield from run(THOROUGH, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scr
     yield from run(KERAS_COMPILED, tmp_path_factory)
 
 
-ENDS = {"kill": [-9], "hang": [1], "raise": [0], "stop": []}
+ENDS = {"kill": [-9], "hang": [1], "raise": [0], "stop": [], "torchrun": []}
 """Exit codes of processes besides those that train to the end."""
 
 
@@ -102,6 +102,7 @@ def check(job: Job) -> list[list[int]]:
     codes = [process.poll() for process in job.processes]
     options: dict[str, Any] = {name: getattr(scenario, name) for name in ("overlap", "fragments", "int8")}
     of_keras = bool(scenario.loop)
+    options |= {"inner": scenario.inner, "slots": None if scenario.inner else 1}
     center, workers = expected(scenario.algorithm, numbered(stretches), of_keras, steps=scenario.steps, **options)
     assert len(workers) == scenario.workers - (not scenario.again), job.output()
     assert sorted(codes, key=str) == sorted([0] * len(workers) + ENDS[scenario.what], key=str), job.output()
@@ -188,6 +189,17 @@ def test_a_worker_leaves_with_an_error(jobs: dict[str, ScriptedJob]) -> None:
 
 
 @pytest.mark.thorough
-def test_a_worker_that_hangs_is_ended(hanging: dict[str, ScriptedJob]) -> None:
+def test_a_worker_that_hangs_is_ended(of_thorough_runs: dict[str, ScriptedJob]) -> None:
     """After ``timeout_seconds``, although it gives signs of life."""
-    go_on_without(hanging["hangs, and is ended"])
+    go_on_without(of_thorough_runs["hangs, and is ended"])
+
+
+@pytest.mark.thorough
+def test_torchrun_starts_a_worker_again(of_thorough_runs: dict[str, ScriptedJob]) -> None:
+    """With one torchrun per worker: the worker of the other one goes on in the same process."""
+    job = of_thorough_runs["killed, and torchrun starts it again"]
+    stretches, victim = check(job), job.victim
+    [other] = set(stretches[0]) - {victim}
+    assert other in stretches[-1]
+    assert victim not in stretches[-1]
+    assert len(stretches[-1]) == job.scenario.workers

@@ -6,6 +6,10 @@ equations say for whoever took part in each stretch of training, whatever that w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import Any
+
 import pytest
 
 from tests.parallel.rendezvous_events import EventfulJob, play
@@ -19,6 +23,19 @@ OF_A_JOB = -(-100 // len(EVENTS))
 """Events in each job, of 100 in all."""
 
 SEED = 0
+
+
+def test_there_is_a_job_for_each_pair_of_options() -> None:
+    """Of those that go together: overlap and 8 bits need the center on every rank."""
+    options = ("diloco", "easgd", "agn"), ("replicated", "root", "sharded"), (False, True), (False, True)
+    possible = [case for case in product(*options) if case[1] == "replicated" or not (case[2] or case[3])]
+    found = [(job.algorithm, job.center, job.overlap > 0, job.int8) for job in EVENTS.values() if not job.digits]
+    assert pairs(found) == pairs(possible)
+
+
+def pairs(cases: Sequence[tuple[Any, ...]]) -> set[Any]:
+    """Return all pairs of values, each with its place."""
+    return {pair for case in cases for pair in combinations(enumerate(case), 2)}
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,10 @@ import numpy as np
 import pytest
 
 from tests.conftest import PATIENCE
-from tests.parallel.elastic_scenarios import STEPS, expected
+from tests.parallel.elastic_scenarios import PERIOD, STEPS, expected
 from tests.parallel.launch import ROOT, environment, python
-from tests.parallel.rendezvous_job import numbered, rendezvous
+from tests.parallel.rendezvous_job import OF_ISLANDS, RANKS, numbered, rendezvous, torchrun
+from tests.parallel.rendezvous_scenarios import Scenario
 from tests.parallel.tiers import thorough
 
 pytest.importorskip("torch")
@@ -30,38 +29,23 @@ pytestmark = pytest.mark.timeout(180)
 SECONDS = 100
 """Within which a job ends."""
 
-ISLANDS, RANKS = 2, 2
+ISLANDS = 2
 STEP, WAIT_STEP = 9, 13
 """Local steps before which it happens, and before which the other island waits until one waits to take part."""
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """A job.
-
-    Attributes:
-        algorithm: of its exchanges.
-        inside: ``ddp``, or ``fully_shard``.
-        what: happens to the last island, once: ``kill`` all its ranks; ``torchrun``: kill one rank, whereupon torchrun
-            ends the others, and starts the island again; ``stop`` one rank; ``raise`` an error in one rank, whose
-            process lives on.
-        center: where each position has its center; the root is the last island.
-        overlap: steps for which exchanges are in flight.
-    """
-
-    algorithm: str
-    inside: str
-    what: str
-    center: str = "replicated"
-    overlap: int = 0
-
-
 SCENARIOS = {
-    "sharded, as is its center, killed": Scenario("diloco", "fully_shard", "kill", "sharded"),
-    "replicated, under torchrun": Scenario("easgd", "ddp", "torchrun", "sharded"),
-    "sharded, in flight, one rank stopped": Scenario("agn", "fully_shard", "stop", overlap=2),
-    "replicated, on the root, one rank raises an error": Scenario("diloco", "ddp", "raise", "root"),
+    "sharded, as is its center, killed": Scenario("diloco", "sharded", workers=2, inside="fully_shard"),
+    "replicated, under torchrun": Scenario("easgd", "sharded", workers=2, what="torchrun", inside="ddp"),
+    "sharded, in flight, one rank stopped": Scenario("agn", workers=2, what="stop", inside="fully_shard", overlap=2),
+    "replicated, killed in flight": Scenario(
+        "diloco", workers=2, what="in flight", inside="ddp", overlap=2, commit="call"
+    ),
+    "replicated, on the root, one rank raises an error": Scenario(
+        "diloco", "root", workers=2, what="raise", inside="ddp"
+    ),
 }
+"""What happens to the last of two islands, which is the root."""
 
 
 class Job:
@@ -78,8 +62,7 @@ class Job:
         program = [*python("torch alone"), "-m", "tests.parallel.rendezvous_islands_program"]
         command = [*program, self.name, str(self.folder), str(number)]
         if self.scenario.what == "torchrun":
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
-            self._run([*launcher, "--nproc-per-node", str(RANKS), "--no-python", *command])
+            self._run([*torchrun(restarts=1), *command])
         else:
             for position in range(RANKS):
                 self._run([*command, str(position)])
@@ -91,7 +74,7 @@ class Job:
             "HVD_PERIODIC_RANKS": f"{ISLANDS - 1}:{ISLANDS}",
             "HVD_PERIODIC_LOST_SECONDS": "600",
             "HVD_PERIODIC_JOIN_SECONDS": f"{60 * PATIENCE}",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # Else ranks that torchrun starts again find former addresses.
+            **OF_ISLANDS,
         }
         with (self.folder / f"output.{len(self.processes)}").open("wb") as output:
             self.processes.append(
@@ -111,7 +94,7 @@ class Job:
             self._followed = True
             if self.scenario.what == "stop":
                 os.kill(int((self.folder / f"pid.{RANKS - 1}").read_text()), signal.SIGCONT)
-            elif self.scenario.what == "kill":
+            elif self.scenario.what in ("kill", "in flight"):
                 self.start()
         return all(process.poll() is not None for process in self.processes)
 
@@ -133,8 +116,9 @@ class Job:
                 found.append((stretch[0]["step"], [(line["pid"], line["forgotten"]) for line in stretch]))
         return found
 
-    def end(self, rank: int) -> dict[str, Any]:
+    def end(self, island: int, position: int) -> dict[str, Any]:
         """Return what a rank had in the end."""
+        rank = f"{island}.{position}" if position else island
         found: dict[str, Any] = json.loads((self.folder / f"end.{rank}.json").read_text())
         return found
 
@@ -171,7 +155,7 @@ def test_an_island_leaves_and_joins_as_one_worker(job: Job) -> None:
     """Its ranks start from the shards of the center, and the outer state, of the same positions in the other island."""
     what = job.scenario.what
     codes = sorted(process.poll() is not None and process.returncode for process in job.processes)
-    killed = [-signal.SIGKILL] * RANKS if what == "kill" else []
+    killed = [-signal.SIGKILL] * RANKS if what in ("kill", "in flight") else []
     launched = ISLANDS * (1 if what == "torchrun" else RANKS)
     assert codes == [*killed, *[0] * launched], job.output()
 
@@ -189,12 +173,22 @@ def test_an_island_leaves_and_joins_as_one_worker(job: Job) -> None:
 
     center, workers = expected(job.scenario.algorithm, stretches, overlap=job.scenario.overlap)
     for island, worker in enumerate(workers.values()):
-        for end in (job.end(island * RANKS + position) for position in range(RANKS)):
+        for end in (job.end(island, position) for position in range(RANKS)):
             assert end["steps"] == STEPS
-            assert end["center"] == job.end(0)["center"]
+            assert end["center"] == job.end(0, 0)["center"]
             assert end["pid"] in [pid for of_position in found for pid, _ in of_position[-1][1]]
             np.testing.assert_allclose(end["center"], center, rtol=0, atol=1e-12)
             np.testing.assert_allclose(end["x"], worker.x, rtol=0, atol=1e-12)
+
+
+def test_steps_of_an_exchange_in_flight_are_undone(job: Job) -> None:
+    """All ranks of the other island had gone on from it, and return to the commit before it."""
+    if job.scenario.what != "in flight":
+        pytest.skip("No exchange was in flight")
+    reached = [int((job.folder / f"reached.{position}").read_text()) for position in range(RANKS)]
+    assert reached == [STEP] * RANKS
+    *_, again, _ = [step for step, _ in job.stretches(0)]
+    assert again == PERIOD * (STEP // PERIOD) - 1
 
 
 def test_the_others_of_an_island_hear_of_an_error(job: Job) -> None:

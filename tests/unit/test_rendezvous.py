@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -32,10 +34,18 @@ from hvd_periodic.comm.collective_tracker import CollectiveTracker, Wait  # noqa
 from hvd_periodic.comm.elastic import RanksLostError  # noqa: E402
 from hvd_periodic.comm.island import Island  # noqa: E402
 from hvd_periodic.comm.island_failures import IslandFailures, IslandRankError  # noqa: E402
+from hvd_periodic.comm.local import LocalCommunicator  # noqa: E402
 from hvd_periodic.comm.rendezvous_settings import RendezvousSettings  # noqa: E402
 from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState, View  # noqa: E402
-from hvd_periodic.comm.torch_rendezvous import TorchRendezvous  # noqa: E402
+from hvd_periodic.comm.torch_distributed import (  # noqa: E402
+    TorchDistributedCommunicator,
+    close_world,
+    open_world,
+)
+from hvd_periodic.comm.torch_rendezvous import TorchRendezvous, _Round  # noqa: E402
+from hvd_periodic.elastic import state as state_module  # noqa: E402
 from hvd_periodic.torch.communicator import FRONT_END  # noqa: E402
+from hvd_periodic.version import __version__  # noqa: E402
 from tests.helpers import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
@@ -82,12 +92,47 @@ def test_fewer_than_the_minimum(port: int) -> None:
 
 
 def test_a_rendezvous_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_rendezvous, "_CONNECTING", timedelta(seconds=0.5))
+    monkeypatch.setattr(torch_rendezvous, "_CONNECTING", 0.5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with pytest.raises(ConnectionError, match=rf"The rendezvous at 127\.0\.0\.1:{port} cannot be reached"):
         join(settings(port, "nowhere"))
+
+
+@pytest.mark.parametrize(("lost", "patience"), [(60.0, 60.0), (1.0, 5.0)])
+def test_a_store_may_be_as_slow_as_a_worker(port: int, lost: float, patience: float) -> None:
+    """It serves a busy host as well as the workers do, which count as lost after so many seconds."""
+    assert TorchRendezvous(settings(port, "slow", lost_seconds=lost))._connected().timeout.total_seconds() == patience
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_workers_of_a_round_wait_for_one_that_is_late(port: int, lost: bool) -> None:
+    """Before they connect, which has a time limit; until it has come, or is lost."""
+    one, other = (TorchRendezvous(settings(port, f"late {lost}")) for _ in range(2))
+    for job in (one, other):
+        job._store = job._connected()
+    with ThreadPoolExecutor(1) as thread:
+        waits = thread.submit(one._await_all, _Round(3, 0, 2, False))
+        while one._arrivals.wait is None:
+            time.sleep(0.01)
+        assert not waits.done()
+        if lost:
+            one._end_waits(View("one", 3, frozenset({"one", "other"}), lost=True))
+            with pytest.raises(RanksLostError, match="A worker gives no sign of life, or has left the others"):
+                waits.result()
+        else:
+            other._await_all(_Round(3, 1, 2, False))
+            waits.result()
+
+
+def test_all_groups_of_a_round_are_opened_while_all_are_there() -> None:
+    """One of the workers may then restore its commit for longer than connecting may take."""
+    try:
+        open_world(dist.HashStore(), 0, 1, one_host=True)
+        assert [own.given for own in TorchDistributedCommunicator._own.values()] == [dist.group.WORLD]
+    finally:
+        close_world()
 
 
 def test_another_model_or_secret(port: int) -> None:
@@ -98,6 +143,33 @@ def test_another_model_or_secret(port: int) -> None:
         join(settings(port, "mine"), model="b", version=1)
     with pytest.raises(ValueError, match=r"'mine' at .* has another secret than this worker: set the same"):
         join(settings(port, "mine", secret="?"), model="a", version=1)
+
+
+def fingerprint(inputs: int = 2, algorithm: Any = None) -> dict[str, Any]:
+    model = torch.nn.Linear(inputs, 1)
+    local = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvdp.PeriodicOptimizer(local, model, algorithm or hvdp.Averaging(), 2)
+    return hvdp.elastic.State(model, optimizer).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({}, f"the version of hvd_periodic: another here, {__version__} there."),
+        ({"inputs": 3}, "`optimizer`: the parameters: 2, digest "),
+        ({"algorithm": hvdp.EASGD()}, "`optimizer`: the algorithm: EASGD("),
+    ],
+)
+def test_a_worker_of_another_training(
+    port: int, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], what: str
+) -> None:
+    monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
+    with pytest.raises(TimeoutError):
+        join(settings(port, what), **fingerprint())
+    if not other:
+        monkeypatch.setattr(state_module, "__version__", "another")
+    with pytest.raises(ValueError, match=f"at this rendezvous trains something else: {re.escape(what)}"):
+        join(settings(port, what), **fingerprint(**other))
 
 
 def test_a_job_that_is_over(port: int) -> None:
@@ -458,7 +530,7 @@ def test_islands_with_a_period_in_seconds(island: None) -> None:
         hvdp.elastic.State(model, optimizer)
 
 
-def test_islands_with_several_levels_or_a_sampler(island: None) -> None:
+def test_islands_with_several_levels_a_sampler_or_a_group(island: None) -> None:
     model = torch.nn.Linear(2, 1)
     inner = hvdp.ModelAverageOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 2)
     with pytest.raises(ValueError, match="`optimizer` has several levels of optimizers, which islands"):
@@ -467,6 +539,9 @@ def test_islands_with_several_levels_or_a_sampler(island: None) -> None:
         hvdp.elastic.State(model, inner, sampler=hvdp.elastic.ElasticSampler(range(4)))
     with pytest.raises(RuntimeError, match=r"adopt\(\) is not available between islands"):
         inner.adopt()
+    local = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="so that all ranks exchange with each other, and the ranks change: leave out"):
+        hvdp.ModelAverageOptimizer(local, model, 2, process_set=dist.group.WORLD)
 
 
 def test_islands_do_not_save_in_several_sets(island: None, tmp_path: Path) -> None:
@@ -500,11 +575,13 @@ class InRounds(TorchRendezvous):
     Args:
         ranks: of the island.
         replaced: whether the other island is another one in each round.
+        met: whether the islands meet in each round, or only in the sixth.
+        commits: whether they reach a commit in each round.
     """
 
-    def __init__(self, ranks: Communicator, replaced: bool) -> None:
+    def __init__(self, ranks: Communicator, replaced: bool, met: bool, commits: bool) -> None:
         super().__init__(RendezvousSettings("here", 1))
-        self.island, self._replaced = Island(ranks), replaced
+        self.island, self._replaced, self._meets_each_time, self._commits = Island(ranks), replaced, met, commits
         self._numbers = itertools.count(1)
 
     def _next_round(self) -> None:
@@ -513,36 +590,43 @@ class InRounds(TorchRendezvous):
         if self.island.is_first:
             other = f"other {number if self._replaced else 0}"
             self._state = Mock(view=View("own", number, frozenset({"own", other})))
+        self._met = self._meets_each_time
+        if not self._met and number <= 5:
+            raise RanksLostError("A worker gives no sign of life, or has left the others after a loss")
 
     def train(self, state: Any) -> None:
         """Lose the other island five times, always with the same error."""
+        if self._commits:
+            self.change_due(LocalCommunicator(), [])
         if self._rounds <= 5:
             raise RanksLostError("A worker gives no sign of life, or has left the others after a loss")
         raise KeyError("trained")
 
 
-@pytest.mark.parametrize("replaced", [True, False], ids=["others each time", "the same ones"])
+@pytest.mark.parametrize(
+    ("replaced", "met", "commits"),
+    [(True, True, False), (False, False, False), (False, True, True), (False, True, False)],
+    ids=["others each time", "not met", "with commits", "the same ones"],
+)
 def test_an_island_ends_only_if_rounds_of_the_same_workers_fail(
-    replaced: bool, monkeypatch: pytest.MonkeyPatch
+    replaced: bool, met: bool, commits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first rank alone knows who the others are, and decides for all of its ranks."""
     monkeypatch.setattr(torch_rendezvous, "island_here", lambda: None)
     monkeypatch.setattr(torch_rendezvous, "close_world", lambda: None)
 
     def work(ranks: Communicator) -> tuple[int, str]:
-        job = InRounds(ranks, replaced)
+        job = InRounds(ranks, replaced, met, commits)
         with pytest.raises((KeyError, RanksLostError)) as caught:
             job._in_rounds(job.train, Kept(), (), {})
         return job._rounds, type(caught.value).__name__
 
-    assert run_ranks(2, work) == [(6, "KeyError") if replaced else (3, "RanksLostError")] * 2
+    assert run_ranks(2, work) == [(6, "KeyError") if replaced or commits or not met else (3, "RanksLostError")] * 2
 
 
-@pytest.mark.parametrize("left", [True, False])
-def test_an_island_hears_of_a_round_that_its_first_rank_has_left(left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_island_hears_of_a_round_that_its_first_rank_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks of it may wait in that round for a worker that is silent."""
     monkeypatch.setattr(torch_rendezvous, "island_here", Mock)
-    monkeypatch.setattr(torch_rendezvous, "elastic_group", lambda: None if left else object())
     job = TorchRendezvous(RendezvousSettings("here", 1))
     job._signs = store = dist.HashStore()
     job._end_waits(View("own", 3, frozenset({"own", "other"}), lost=True))
@@ -632,6 +716,23 @@ def test_waits_of_an_island_end_with_the_error_of_another_rank(monkeypatch: pyte
     job._look_within()
     job._state.leave.assert_called_once_with()
     assert [tracker.wait.error for tracker in (within, between) if tracker.wait is not None] == [heard] * 2
+
+
+def test_an_island_that_waits_for_the_next_round_hears_of_an_error(port: int) -> None:
+    """The first rank of it waits in code of torch's, which looks at the state again and again."""
+    job = TorchRendezvous(replace(settings(port, "waits"), join_seconds=1e4))
+    job._failures_within = Mock()
+    job._failures_within.heard.return_value = None
+    job.island = Mock()
+    job.island.ranks = LocalCommunicator()
+    job._connect(Worker())
+    with ThreadPoolExecutor(1) as thread:
+        waits = thread.submit(job._meet)
+        while not job._meets:
+            time.sleep(0.01)
+        job._failures_within.heard.return_value = heard = IslandRankError("Rank 1")
+        job._look_within()
+        assert waits.exception() is heard
 
 
 def test_islands_of_another_front_end(island: None) -> None:

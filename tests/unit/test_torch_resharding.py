@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partialmethod
 from typing import Any
 
@@ -29,10 +29,22 @@ def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchReplica, "__init__", partialmethod(TorchReplica.__init__, bucket_bytes=16))
 
 
-def make(communicator: Communicator, center: str, **options: Any) -> tuple[Any, Any]:
+class Few(torch.nn.Module):
+    """A rank of an island may have a single element of the parameters of one tensor, and none of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.none = torch.nn.Parameter(torch.rand(1)), torch.nn.Parameter(torch.rand(0))
+
+
+def linear() -> Any:
+    return torch.nn.Linear(5, 3)
+
+
+def make(communicator: Communicator, center: str, of: Callable[[], Any], **options: Any) -> tuple[Any, Any]:
     with SEEDING:
         torch.manual_seed(0)
-        model = torch.nn.Linear(5, 3)
+        model = of()
     local = torch.optim.Adam(model.parameters(), lr=0.1)
     return model, hvdp.AGNOptimizer(local, model, 2, op="average", center=center, process_set=communicator, **options)
 
@@ -48,13 +60,13 @@ def state_of_center(optimizer: Any) -> Any:
     return optimizer.synchronizer.state_dict()["center_optimizer"]
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize(("of", "fragments"), [(linear, 1), (linear, 2), (Few, 1)])
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1), (1, 2)])
-def test_each_parameter_counts_its_own_steps(before: int, after: int, fragments: int) -> None:
+def test_each_parameter_counts_its_own_steps(before: int, after: int, of: Callable[[], Any], fragments: int) -> None:
     """A number that all parts of a parameter shared was increased by each of them."""
 
     def first(communicator: Communicator) -> Any:
-        model, optimizer = make(communicator, "sharded", fragments=fragments)
+        model, optimizer = make(communicator, "sharded", of, fragments=fragments)
         train(model, optimizer, range(4))
         mirror = back_up(optimizer.synchronizer, own_share(optimizer.synchronizer))
         return mirror, model.state_dict(), optimizer.synchronizer.checkpoint.save_own(), optimizer.inner.state_dict()
@@ -62,7 +74,7 @@ def test_each_parameter_counts_its_own_steps(before: int, after: int, fragments:
     kept = run_ranks(before, first)
 
     def second(communicator: Communicator) -> Any:
-        model, optimizer = make(communicator, "sharded", fragments=fragments)
+        model, optimizer = make(communicator, "sharded", of, fragments=fragments)
         rank, synchronizer = communicator.rank, optimizer.synchronizer
         whole = restore_center(communicator, synchronizer, kept[rank][0] if rank < before else None, None)
         _, weights, own, inner = kept[0]
@@ -75,7 +87,7 @@ def test_each_parameter_counts_its_own_steps(before: int, after: int, fragments:
             return state_of_center(optimizer), [parameter.tolist() for parameter in model.parameters()]
 
     def alone(communicator: Communicator) -> Any:
-        model, optimizer = make(communicator, "replicated", fragments=fragments)
+        model, optimizer = make(communicator, "replicated", of, fragments=fragments)
         train(model, optimizer, range(8))
         with optimizer.center():
             return [parameter.tolist() for parameter in model.parameters()]
