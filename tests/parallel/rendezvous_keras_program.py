@@ -25,7 +25,11 @@ from tests.parallel.elastic_events import begin, end
 from tests.parallel.elastic_keras_model import half_square, point_and_mean
 from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, SIZE, target
 from tests.parallel.rendezvous_scenarios import KERAS, KERAS_COMPILED, OWN_TARGET, Scenario
-from tests.parallel.rendezvous_worker import arrive, happen
+from tests.parallel.rendezvous_worker import CountsNewStarts, arrive, happen
+
+
+class State(CountsNewStarts, hvdp.elastic.State):
+    """The state of a worker."""
 
 
 def main(scenario: Scenario, number: int) -> None:
@@ -48,7 +52,7 @@ def main(scenario: Scenario, number: int) -> None:
         parameters={"*own": "local"},
     )
     model.compile(optimizer, loss=half_square, jit_compile=False)
-    state = hvdp.elastic.State(model, commit="exchange", batch=0)
+    state = State(model, commit="exchange", batch=0)
 
     def descend(targets: Any) -> None:
         with tf.GradientTape() as tape:
@@ -66,7 +70,7 @@ def main(scenario: Scenario, number: int) -> None:
     @hvdp.elastic.run
     def train(state: Any) -> str:
         steps, number = optimizer.synchronizer.local_steps, state.job._state.view.round
-        begin(dist.get_rank(), dist.get_world_size(), steps, round=number, forgotten=0)
+        begin(dist.get_rank(), dist.get_world_size(), steps, round=number, forgotten=state.forgotten)
         targets = np.array([[*target(dist.get_rank(), step), OWN_TARGET] for step in range(scenario.steps)])
         if scenario.loop == "fit":
             callback = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: before_step())

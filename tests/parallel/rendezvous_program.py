@@ -29,19 +29,13 @@ from tests.parallel.rendezvous_scenarios import (
     read_file,
     replace_file,
 )
-from tests.parallel.rendezvous_worker import UserError, arrive, happen, wait_for
+from tests.parallel.rendezvous_worker import CountsNewStarts, UserError, arrive, happen, wait_for
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-class State(hvdp.elastic.State):
-    """Counts how often this process has begun as a new worker."""
-
-    forgotten = 0
-
-    def forget(self) -> None:
-        super().forget()
-        self.forgotten += 1
+class State(CountsNewStarts, hvdp.elastic.State):
+    """The state of a worker."""
 
 
 def goes_on(scenario: Scenario, step: int, worker: int) -> bool:
@@ -117,9 +111,10 @@ def main(scenario: Scenario, number: int) -> None:
         model.y.requires_grad = not scenario.thaws
     local = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
     algorithms = {"easgd": hvdp.EASGD, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
+    policies: Any = {} if scenario.digits else {"own": "local"}
     inner: Any = local
     if scenario.inner:
-        inner = hvdp.PeriodicOptimizer(local, model, algorithms[scenario.inner](), INNER_PERIOD)
+        inner = hvdp.PeriodicOptimizer(local, model, algorithms[scenario.inner](), INNER_PERIOD, parameters=policies)
     optimizer = hvdp.PeriodicOptimizer(
         inner,
         model,
@@ -130,7 +125,7 @@ def main(scenario: Scenario, number: int) -> None:
         fragments=scenario.fragments,
         compression=hvdp.Compression.int8 if scenario.int8 else hvdp.Compression.none,
         timeout_seconds=scenario.timeout,
-        parameters={} if scenario.digits else {"own": "local"},
+        parameters=policies,
     )
     state = State(model, optimizer, commit="exchange", batch=0, thawed=not scenario.thaws)
 

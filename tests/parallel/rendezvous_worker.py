@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hvd_periodic.elastic.state import CommittedState
 from tests.parallel.elastic_events import FOLDER, die, once
 from tests.parallel.elastic_scenarios import PERIOD
 from tests.parallel.rendezvous_scenarios import Scenario, replace_file
@@ -17,6 +18,16 @@ from tests.parallel.silence import count_silence, falls_silent
 
 class UserError(Exception):
     """An error of the user's function."""
+
+
+class CountsNewStarts(CommittedState):
+    """Counts how often this process has begun as a new worker."""
+
+    forgotten = 0
+
+    def forget(self) -> None:
+        super().forget()
+        self.forgotten += 1
 
 
 def arrive(scenario: Scenario, number: int, position: int = 0) -> None:

@@ -124,13 +124,16 @@ def own_of(worker: tuple[int, int], job: Job, number: int) -> float:
     """Return the ``"local"`` parameter of a worker at the end, which begins with the number of its process.
 
     A worker that is left keeps its own, of all the steps that count, and one that joins has that of its model: one that
-    was excluded, with the steps until it noticed.
+    was excluded, with the steps until it noticed; in Keras, also with the momentum of these.
     """
     begun = {each: step for step, workers in reversed(job.stretches()) for each in workers}
-    start, (process, forgotten) = float(number), worker
+    start, steps, (process, forgotten) = float(number), job.scenario.steps - begun[worker], worker
     if forgotten:
-        start = own_after(math.ceil(job.scenario.step / PERIOD) * PERIOD - begun[process, forgotten - 1], start)
-    return own_after(job.scenario.steps - begun[worker], start)
+        before = math.ceil(job.scenario.step / PERIOD) * PERIOD - begun[process, forgotten - 1]
+        if job.scenario.loop:
+            return own_after(before + steps, start)
+        start = own_after(before, start)
+    return own_after(steps, start)
 
 
 @pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.what == "kill"])
