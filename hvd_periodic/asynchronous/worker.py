@@ -560,7 +560,7 @@ class Worker:
         self._final = None
 
     def any_dead(self, where: str) -> bool:
-        """Return whether a rank has died, the same on all ranks that live; collective.
+        """Return whether a rank has died, the same on all ranks that live; collective, within the timeout.
 
         The first barrier waits for every rank that lives. The second tells all whether some rank knows of a death: it
         enters with the number of the optimizer, and the others join.
@@ -568,7 +568,7 @@ class Worker:
         Args:
             where: the call in which the ranks are.
         """
-        with self.communicator.tracker.at(where):
+        with self.communicator.tracker.at(where, idle=False):
             self.communicator.idle_barrier(self.membership.number)
             knows = bool(self.communicator.dead_ranks())
             return self.communicator.idle_barrier(self.membership.number if knows else 0) > 0

@@ -298,7 +298,7 @@ def common_barrier(ids: Sequence[int]) -> int:
     waiting = sorted({barrier_id for barrier_id in ids if barrier_id})
     if len(waiting) > 1:
         raise RuntimeError(
-            f"Ranks are finalizing different asynchronous optimizers: {', '.join(map(str, waiting))}. Finalize "
-            "asynchronous optimizers in the same order on all ranks"
+            f"Ranks are in finalize() or adopt() of different asynchronous optimizers: {', '.join(map(str, waiting))}. "
+            "Call these in the same order on all ranks"
         )
     return waiting[0] if waiting else 0

@@ -103,7 +103,7 @@ class CollectiveTracker:
         self.last_records: Sequence[Record] = ()
         self.peers: dict[int, Peer] = {}
         self.exited: dict[int, Datagram] = {}
-        self.task = ""
+        self.task, self._idle = "", True
         self.timeout: float | None = None
         self.elastic = False
         self._counters: dict[int, weakref.ref[StepCounter]] = {}
@@ -154,7 +154,7 @@ class CollectiveTracker:
         Raises:
             Exception: from the returned function, :attr:`Wait.error`, if it was set meanwhile.
         """
-        self.wait = wait = Wait(self.start_collective(), raises=True, idle=True)
+        self.wait = wait = Wait(self.start_collective(), raises=True, idle=self._idle)
 
         def tracked() -> T | None:
             if wait.error is not None:
@@ -167,13 +167,19 @@ class CollectiveTracker:
         return tracked
 
     @contextmanager
-    def at(self, task: str) -> Iterator[None]:
-        """Set this rank's :attr:`task` among these ranks inside a ``with`` block."""
-        before, self.task = self.task, task
+    def at(self, task: str, idle: bool = True) -> Iterator[None]:
+        """Set this rank's :attr:`task` among these ranks inside a ``with`` block.
+
+        Args:
+            task: the call that this rank is in.
+            idle: whether idle barriers inside may take longer than :attr:`timeout`.
+        """
+        before = self.task, self._idle
+        self.task, self._idle = task, idle
         try:
             yield
         finally:
-            self.task = before
+            self.task, self._idle = before
 
     def follow_steps(self, optimizer: int, counter: StepCounter) -> None:
         """Read the local steps of an optimizer from ``counter``, as long as that exists."""

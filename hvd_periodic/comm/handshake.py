@@ -145,7 +145,7 @@ _ADVICE = {
     Purpose.AUDIT: "Call audit() and broadcast() on all ranks together",
     Purpose.BROADCAST: "Call audit() and broadcast() on all ranks together",
     Purpose.ADOPT: "Call adopt() on all ranks together, after the same local step",
-    Purpose.SESSION_END: "All ranks take equally many steps in a session of TensorFlow 1",
+    Purpose.SESSION_END: "Run equally many steps on all ranks in a session of TensorFlow 1",
     Purpose.START: "After training has begun, load a state on every rank or on none",
 }
 """What to do about ranks that are in different calls, of which one is this; the first that applies counts."""

@@ -68,6 +68,9 @@ _LOOKS = 1.0
 _IN_VAIN = 3
 """Rounds of the same workers that fail alike, without a commit in between: it is an error of the program."""
 
+_UNCONNECTED = 10
+"""Rounds of the same workers in which they do not connect, without a commit in between: they cannot."""
+
 _NO_SERVER = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable with which torch's rendezvous starts no further store on rank 0."""
 
@@ -201,11 +204,13 @@ class TorchRendezvous(ElasticJob):
     def _in_vain(self, error: Exception) -> bool:
         """Return whether rounds of the same workers fail in the same way; the first rank of an island says so.
 
-        Those in which the workers have not met do not count: the program has no part in that.
+        If they have not connected, which may be due to a busy machine, it takes more of them.
         """
-        if self._met:
-            self._failures = [*self._failures, (self._view.members, str(error))][-_IN_VAIN:]
-        found = len(self._failures) == _IN_VAIN and len(set(self._failures)) == 1
+        limit = _IN_VAIN if self._met else _UNCONNECTED
+        failure = (self._view.members, str(error) if self._met else "")
+        self._failures = [*self._failures, failure][-_UNCONNECTED:]
+        last = self._failures[-limit:]
+        found = len(last) == limit and len(set(last)) == 1
         return found if self.island is None else self.island.of_first(lambda: found)
 
     @property
@@ -321,7 +326,7 @@ class TorchRendezvous(ElasticJob):
     def _await_all(self, found: _Round) -> None:
         """Wait until all that this process connects to in a round are about to connect, however slow they are.
 
-        Connecting cannot be interrupted, and ends after some seconds, within which a busy host may not come to it.
+        Connecting cannot be interrupted, and times out after 30 s, which a busy host may miss.
 
         Raises:
             RanksLostError: one of them is lost.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,6 +21,9 @@ _BLOCK_BYTES = 512 * 2**10
 
 _ALIGNMENT = 64
 """Alignment in bytes at which TensorFlow and numpy can share memory."""
+
+_KEPT = 64
+"""Functions that read, and as many that assign, which are kept for other exchanges and optimizers."""
 
 _HANDLE = tf.TensorSpec([], tf.resource)
 """The handle of a variable."""
@@ -391,13 +394,14 @@ def _called(function: Any, arguments: Sequence[tf.Tensor], kinds: Sequence[tf.DT
 
     It runs in this thread, since all others of TensorFlow may be waiting for it.
     """
-    results: list[tf.Tensor] = tf.raw_ops.StatefulPartitionedCall(
-        args=arguments, Tout=kinds, f=function, executor_type="SINGLE_THREADED_EXECUTOR"
-    )
+    with tf.device("CPU:0"):  # TensorFlow would choose a GPU, although the variables are here.
+        results: list[tf.Tensor] = tf.raw_ops.StatefulPartitionedCall(
+            args=arguments, Tout=kinds, f=function, executor_type="SINGLE_THREADED_EXECUTOR"
+        )
     return results
 
 
-@cache
+@lru_cache(_KEPT)
 def _reader(forms: tuple[_Form, ...]) -> Any:
     """Return a function of the handles of variables that returns blocks; for all blocks of these forms."""
 
@@ -413,7 +417,7 @@ def _reader(forms: tuple[_Form, ...]) -> Any:
     return _traced(read, [_HANDLE] * sum(len(variables) for variables, _ in forms))
 
 
-@cache
+@lru_cache(_KEPT)
 def _writer(forms: tuple[_Form, ...]) -> Any:
     """Return a function of blocks and the handles of their variables that assigns these; for all of these forms."""
     sizes = [[math.prod(shape) for _, shape in variables] for variables, _ in forms]

@@ -22,8 +22,8 @@ def hosted(
     The function takes a boolean scalar, whether the code is to run, and returns it; without one, the code runs.
 
     All such functions run one at a time, in program order, since a process cannot run two handshakes at once.
-    TensorFlow raises a Python error as a ``tf.errors.OpError`` that cites its type and text; then no variable of
-    ``stores`` has changed.
+    TensorFlow raises a Python error as a ``tf.errors.OpError`` that cites its type and text. Then no variable of
+    ``stores`` has changed, unless values had been released to other code before.
 
     Args:
         run: Python code that reads and writes variables through ``values``.

@@ -225,6 +225,8 @@ class VariableProgress(ProgressTracker):
 
     def count(self, updated: Any) -> Any:
         """Count one iteration; return whether an exchange is due then, as a boolean scalar."""
+        if tf.executing_eagerly():
+            updated = bool(updated)
         skipped = not updated if isinstance(updated, bool) else tf.logical_not(updated)
         self.add(local_steps=1, skipped_updates=skipped)
         return self.is_due

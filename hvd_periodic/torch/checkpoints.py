@@ -96,7 +96,8 @@ def load(
     has loaded:
 
     - Every rank has found its own file: training resumes exactly, bit for bit.
-    - Only the root's file exists: all ranks resume from it, with the root's replica and center.
+    - Only the root's file exists: all ranks resume from it, with the root's replica and center; ``"local"`` parameters
+      of other ranks stay those of their models.
     - Other ranks, or another number of ranks, wrote the files: all ranks start from the center, with the counters, the
       state of the center's optimizer, and the state of the root's local optimizer; the log says so. A rank that wrote
       a file keeps its own ``"local"`` parameters, and a new one has those of its model.
@@ -201,7 +202,9 @@ def _with_own(
         model: the model.
         kept: the local optimizer, and objects saved by name, which may be optimizers.
     """
-    own = {original_name(name): p for name, p in model.named_parameters() if original_name(name) in local}
+    found = [(original_name(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
+    tensors = {id(p) for name, p in found if name in local}
+    own = {name: p for name, p in found if id(p) in tensors}  # A tied parameter has several names in the state.
     values = own if mine is None else {name: mine["model"][name] for name in own}
     states = dict(saved[STATES])
     for name, optimizer in kept.items():

@@ -575,12 +575,14 @@ class InRounds(TorchRendezvous):
     Args:
         ranks: of the island.
         replaced: whether the other island is another one in each round.
-        met: whether the islands meet in each round, or only in the sixth.
+        met: whether the islands meet in each round, or only in the last one.
         commits: whether they reach a commit in each round.
+        losses: number of rounds before the last one.
     """
 
-    def __init__(self, ranks: Communicator, replaced: bool, met: bool, commits: bool) -> None:
+    def __init__(self, ranks: Communicator, replaced: bool, met: bool, commits: bool, losses: int) -> None:
         super().__init__(RendezvousSettings("here", 1))
+        self._losses = losses
         self.island, self._replaced, self._meets_each_time, self._commits = Island(ranks), replaced, met, commits
         self._numbers = itertools.count(1)
 
@@ -591,37 +593,43 @@ class InRounds(TorchRendezvous):
             other = f"other {number if self._replaced else 0}"
             self._state = Mock(view=View("own", number, frozenset({"own", other})))
         self._met = self._meets_each_time
-        if not self._met and number <= 5:
+        if not self._met and number <= self._losses:
             raise RanksLostError("A worker gives no sign of life, or has left the others after a loss")
 
     def train(self, state: Any) -> None:
-        """Lose the other island five times, always with the same error."""
+        """Lose the other island in each round but the last, always with the same error."""
         if self._commits:
             self.change_due(LocalCommunicator(), [])
-        if self._rounds <= 5:
+        if self._rounds <= self._losses:
             raise RanksLostError("A worker gives no sign of life, or has left the others after a loss")
         raise KeyError("trained")
 
 
 @pytest.mark.parametrize(
-    ("replaced", "met", "commits"),
-    [(True, True, False), (False, False, False), (False, True, True), (False, True, False)],
-    ids=["others each time", "not met", "with commits", "the same ones"],
+    ("replaced", "met", "commits", "losses", "ends"),
+    [
+        (True, True, False, 12, None),
+        (False, False, False, 9, None),
+        (False, True, True, 12, None),
+        (False, True, False, 12, 3),
+        (False, False, False, 12, 10),
+    ],
+    ids=["others each time", "not met at first", "with commits", "the same ones", "never met"],
 )
 def test_an_island_ends_only_if_rounds_of_the_same_workers_fail(
-    replaced: bool, met: bool, commits: bool, monkeypatch: pytest.MonkeyPatch
+    replaced: bool, met: bool, commits: bool, losses: int, ends: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first rank alone knows who the others are, and decides for all of its ranks."""
     monkeypatch.setattr(torch_rendezvous, "island_here", lambda: None)
     monkeypatch.setattr(torch_rendezvous, "close_world", lambda: None)
 
     def work(ranks: Communicator) -> tuple[int, str]:
-        job = InRounds(ranks, replaced, met, commits)
+        job = InRounds(ranks, replaced, met, commits, losses)
         with pytest.raises((KeyError, RanksLostError)) as caught:
             job._in_rounds(job.train, Kept(), (), {})
         return job._rounds, type(caught.value).__name__
 
-    assert run_ranks(2, work) == [(6, "KeyError") if replaced or commits or not met else (3, "RanksLostError")] * 2
+    assert run_ranks(2, work) == [(losses + 1, "KeyError") if ends is None else (ends, "RanksLostError")] * 2
 
 
 def test_an_island_hears_of_a_round_that_its_first_rank_has_left(monkeypatch: pytest.MonkeyPatch) -> None:

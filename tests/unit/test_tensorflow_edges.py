@@ -241,6 +241,16 @@ def test_sparse_gradients_under_a_loss_scale(make: Any, loop: str) -> None:
     assert (tables[0][[1, 3]] != 1).all()
 
 
+@pytest.mark.parametrize("kind", [bool, np.bool_, tf.constant])
+def test_a_step_counts_whatever_kind_of_boolean_says_whether_it_was_an_update(kind: Any) -> None:
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    synchronizer = hvdp.Synchronizer(model, hvdp.Averaging(), 2)
+    for updated in (True, False, True, True):
+        synchronizer.step(updated=kind(updated))
+    counters = synchronizer.counters
+    assert (counters.local_steps, counters.skipped_updates, counters.rounds) == (4, 1, 2)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_another_number_of_gradients_than_of_variables(count: int) -> None:
     a, b = parameter([0.0]), parameter([0.0])

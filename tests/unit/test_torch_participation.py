@@ -175,10 +175,14 @@ def test_a_checkpoint_resumes_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_checkpoint_resumes_on_other_ranks(explicit: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Ranks that were there keep their own parameters, with their momentum; new ones have those of their models."""
+    """Ranks that were there keep their own parameters, with their momentum; new ones have those of their models.
+
+    Also where a parameter has two names in the saved model.
+    """
 
     def model_of(communicator: ThreadCommunicator) -> tuple[Any, Any, Any]:
         model = torch.nn.ParameterDict({"x": torch.zeros(2), "own": torch.full((2,), 1.0 + communicator.rank)})
+        model["tied"] = model["own"]
         local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         options: dict[str, Any] = {"process_set": communicator, "parameters": {"own": "local"}}
         if explicit:
