@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,15 +114,24 @@ def test_a_job_that_hangs_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(gpu_check.LAUNCHERS, "torch", [sys.executable, "-c", LAUNCHER])
-    monkeypatch.setattr(gpu_check, "SECONDS", 4.0)
+    run, limits = gpu_check.run, list[float]()
+
+    def run_however_slowly(backend: str, ranks: int, passed: list[str], folder: Path, seconds: float) -> Any:
+        limits.append(seconds)
+        return run(backend, ranks, passed, folder, seconds if ranks == 1 else 60.0)
+
+    monkeypatch.setattr(gpu_check, "run", run_however_slowly)
+    monkeypatch.setattr(gpu_check, "SECONDS", 8.0)
     monkeypatch.setattr(
         sys, "argv", ["gpu_check", "--device", "cpu", "--comm", "torch", "--output", str(tmp_path / "made")]
     )
     assert gpu_check.main() == 1
+    assert 5.0 < limits[0] <= 6.0
+    assert limits[1] <= 2.0
     jobs = json.loads((tmp_path / "made" / "gpu_check.json").read_text())["jobs"]
-    assert [(job["ranks"], job["exit"]) for job in jobs] == [(1, "killed after 3 s"), (2, 0)]
+    assert [(job["ranks"], job["exit"]) for job in jobs] == [(1, "killed after 6 s"), (2, 0)]
     assert [job["findings"][0]["name"] for job in jobs] == ["on 1", "on 2"]
-    assert "failed: torch, ranks: 1, exit: killed after 3 s" in capsys.readouterr().out
+    assert "failed: torch, ranks: 1, exit: killed after 6 s" in capsys.readouterr().out
 
 
 def test_one_rank_is_tried_once_and_two_over_everything_that_is_installed(
