@@ -20,7 +20,7 @@ from hvd_periodic.asynchronous.wire_formats import States, presence_from_array, 
 from hvd_periodic.checkpoints.tree import Leaves
 from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, Request
 from hvd_periodic.outer.framework import OuterOptimizer
-from hvd_periodic.vectors.layout import Bucket, Layout
+from hvd_periodic.vectors.layout import Bucket
 
 REQUEST, ANSWER, _STATE_BYTES, _PAYLOAD = 0, 1, 2, 8
 """Tags of a request, of its answer, and of an optimizer's state; the tag of bucket i is ``_PAYLOAD + 2 i``, the tag of
@@ -89,7 +89,7 @@ class ServiceTransport(Transport):
         def owned(bucket: Bucket) -> tuple[int, int]:
             return (0, 0) if place is None else bounds(bucket)[place]
 
-        shares = [_share(part.layout, owned) for part in parts]
+        shares = [part.layout.share(owned) for part in parts]
         if center is None:
             center = np.zeros(CenterInMemory.nbytes(parts, shares, workers), np.uint8)
         shard = CenterInMemory(parts, shares, workers, center)
@@ -512,8 +512,3 @@ class Service:
 def payload_tag(index: int) -> int:
     """Return the tag of the message with a bucket; that of its reply is one more."""
     return _PAYLOAD + 2 * index
-
-
-def _share(layout: Layout, owned: Callable[[Bucket], tuple[int, int]]) -> Layout:
-    whole = all(owned(bucket) == (0, bucket.size) for bucket in layout.buckets)
-    return layout if whole else layout.restrict(owned)

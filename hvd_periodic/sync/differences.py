@@ -54,15 +54,22 @@ class Differences(Generic[V]):
             )
 
     def _different(self) -> Iterator[tuple[str, str]]:
-        """Yield the weights that differ, with the ranks that differ from the first; names are this rank's."""
+        """Yield the weights that differ, with the ranks that differ from the first; names are this rank's.
+
+        If all ranks have equally many weights, these are paired by position, as their names may differ; otherwise by
+        name, without those that some rank does not have.
+        """
         communicator, name = self._membership.communicator, f"{self._membership.name}.unexchanged"
         digests = self._replica.digests()
-        own = list(digests.values())
-        if len(set(communicator.allgather_object(hashlib.sha256(b"".join(own)).digest(), name))) == 1:
+        own = b"".join(digests.values())
+        if len(set(communicator.allgather_object(hashlib.sha256(own).digest(), name))) == 1:
             return
-        of_ranks = communicator.allgather_object(own, f"{name}.weights")
-        for weight, of_weight in zip(digests, zip(*of_ranks, strict=False), strict=False):
-            pairs = zip(communicator.global_ranks, of_weight, strict=True)
-            different = [rank for rank, digest in pairs if digest != of_weight[0]]
+        of_ranks = communicator.allgather_object(list(digests.items()), f"{name}.weights")
+        if len(set(map(len, of_ranks))) > 1:
+            common = set.intersection(*(set(dict(of_rank)) for of_rank in of_ranks))
+            of_ranks = [sorted(item for item in of_rank if item[0] in common) for of_rank in of_ranks]
+        for (weight, _), *of_weight in zip(of_ranks[communicator.rank], *of_ranks, strict=True):
+            found = zip(communicator.global_ranks, (digest for _, digest in of_weight), strict=True)
+            different = [rank for rank, digest in found if digest != of_weight[0][1]]
             if different:
                 yield weight, f"{named(different)} from rank {communicator.global_ranks[0]}"

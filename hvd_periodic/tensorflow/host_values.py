@@ -409,8 +409,10 @@ def _reader(forms: tuple[_Form, ...]) -> Any:
         rest, flat = iter(handles), tf.constant([-1])
         vectors = []
         for variables, kind in forms:
-            values = [tf.raw_ops.ReadVariableOp(resource=next(rest), dtype=dtype) for dtype, _ in variables]
-            parts = [tf.cast(tf.raw_ops.Reshape(tensor=value, shape=flat), kind) for value in values]
+            parts = []
+            for dtype, shape in variables:
+                value = tf.raw_ops.ReadVariableOp(resource=next(rest), dtype=dtype)
+                parts.append(tf.cast(value if len(shape) == 1 else tf.reshape(value, flat), kind))
             vectors.append(parts[0] if len(parts) == 1 else tf.concat(parts, axis=0))
         return vectors
 
@@ -428,10 +430,11 @@ def _writer(forms: tuple[_Form, ...]) -> Any:
         for vector, of_block, (variables, _) in zip(arguments[: len(forms)], sizes, forms, strict=True):
             parts = [vector] if len(of_block) == 1 else tf.split(vector, of_block)
             for part, (dtype, shape) in zip(parts, variables, strict=True):
-                if shape not in shapes:
-                    shapes[shape] = tf.constant(shape, tf.int32)
-                value = tf.cast(tf.raw_ops.Reshape(tensor=part, shape=shapes[shape]), dtype)
-                tf.raw_ops.AssignVariableOp(resource=next(rest), value=value)
+                if len(shape) != 1:
+                    if shape not in shapes:
+                        shapes[shape] = tf.constant(shape, tf.int32)
+                    part = tf.reshape(part, shapes[shape])
+                tf.raw_ops.AssignVariableOp(resource=next(rest), value=tf.cast(part, dtype))
 
     return _traced(assign, [*vectors, *[_HANDLE] * sum(map(len, sizes))])
 

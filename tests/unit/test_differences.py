@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
 from hvd_periodic import Communicator, LocalCommunicator
+from hvd_periodic.comm.membership import Membership
+from hvd_periodic.sync.differences import Differences
 from tests.helpers import run_ranks
 
 torch = pytest.importorskip("torch")
@@ -143,3 +145,16 @@ def test_tensors_that_have_not_changed_are_hashed_once() -> None:
         counts.append(seen.sha256.call_count)
         assert list(before) == ["teacher", "queue0"]
     assert counts[1:] == [2, 0], "the teacher was hashed when the optimizer was made"
+
+
+def test_weights_that_some_ranks_do_not_have_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """As a variable that a graph has on the root alone: the others are compared by name."""
+
+    def work(communicator: Communicator) -> None:
+        queue, extra = bytes([communicator.rank]), {"best": b"0"} if communicator.rank == 0 else {}
+        replica: Any = Mock(digests=lambda: {**extra, "teacher": b"1", "queue": queue}, advice_on_difference=str)
+        Differences(replica, Membership(communicator, 0, "model.1")).compare()
+
+    run_ranks(3, work)
+    assert caplog.text.count("differs between ranks: ") == 1
+    assert "Weight 'queue', which no exchange touches, differs between ranks: ranks 1 and 2 from rank 0." in caplog.text

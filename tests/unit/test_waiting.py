@@ -240,6 +240,14 @@ def test_a_rank_that_has_left_comes_to_assemblies_and_to_nothing_else() -> None:
     assert "rank 1 at local step 6 has ended: its program is over" in str(errors[0])
 
 
+@pytest.mark.parametrize("idle", [True, False])
+def test_idle_barriers_take_longer_than_the_timeout_unless_a_call_limits_them(idle: bool) -> None:
+    with ranks(2, timeout=5.0) as (first, _), first.tracker.at("adopt()", idle=idle):
+        first.tracker.begin_idle_barrier(lambda: None)
+        assert first.tracker.wait is not None
+        assert first.tracker.exceeds_timeout(first.tracker.wait, 6.0) is not idle
+
+
 def test_who_holds_the_others_up_is_given_up_under_elastic_horovod(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
