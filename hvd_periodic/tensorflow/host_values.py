@@ -224,18 +224,17 @@ class HostValues:
 
     def release(self) -> None:
         """Write changed values to the variables, for code that reads or assigns them."""
-        at_once: dict[int, dict[Key, np.ndarray]] = {}
+        at_once: list[tuple[_VariableBlock, np.ndarray]] = []
         others: dict[int, tuple[Any, np.ndarray]] = {}
-        for key in sorted(self._changed):
-            block = self._blocks.of_key[key]
+        for key, block in self._blocks.of_key.items():
+            if key not in self._changed:
+                continue
             if block.at_once:
-                at_once.setdefault(key[0], {})[key] = self._arrays[key]
+                at_once.append((block, self._arrays[key]))
             else:
                 others |= {id(variable): (variable, self.read(variable)) for variable in block.variables}
-        blocks = self._blocks
         self._forget()
-        for of_store in at_once.values():
-            _assign_all([blocks.of_key[key] for key in of_store], list(of_store.values()))
+        _assign_all(at_once)
         for variable, array in others.values():
             _assign(variable, array)
 
@@ -380,13 +379,14 @@ def _read(blocks: Sequence[_VariableBlock]) -> list[np.ndarray]:
     return [np.asarray(next(found)) if block.at_once else block.read() for block in blocks]
 
 
-def _assign_all(blocks: Sequence[_VariableBlock], arrays: Sequence[np.ndarray]) -> None:
+def _assign_all(arrays: Sequence[tuple[_VariableBlock, np.ndarray]]) -> None:
     """Assign blocks at once; their variables may keep the memory of the arrays."""
-    handles = list(chain.from_iterable(block.handles for block in blocks))
+    handles = list(chain.from_iterable(block.handles for block, _ in arrays))
     if len(handles) == 1:
-        _assign(blocks[0].variables[0], arrays[0])
-    else:
-        _called(_writer(tuple(block.form for block in blocks)), [*map(as_tensor, arrays), *handles], [])
+        _assign(arrays[0][0].variables[0], arrays[0][1])
+    elif handles:
+        vectors = [as_tensor(array) for _, array in arrays]
+        _called(_writer(tuple(block.form for block, _ in arrays)), [*vectors, *handles], [])
 
 
 def _called(function: Any, arguments: Sequence[tf.Tensor], kinds: Sequence[tf.DType]) -> list[tf.Tensor]:
