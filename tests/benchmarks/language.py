@@ -100,15 +100,16 @@ class Library:
         batch_size: samples in a batch.
         length: characters in a sample.
         rate: of Adam.
+        seed: of the order of samples.
     """
 
-    def __init__(self, part: int, parts: int, batch_size: int, length: int, rate: float) -> None:
+    def __init__(self, part: int, parts: int, batch_size: int, length: int, rate: float, seed: int = 0) -> None:
         train, held_out = library()
         size = len(train) // parts
         self._text = train[part * size : (part + 1) * size]
         self._held_out = held_out
         self._batch_size, self._length, self._rate = batch_size, length, rate
-        self._generator = torch.Generator().manual_seed(part)
+        self._generator = torch.Generator().manual_seed(1000 * seed + part)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the local optimizer."""
@@ -164,11 +165,11 @@ def train(method: Method, steps: int, looks: int, bits: Callable[[], float]) -> 
 
 def run(name: str, arguments: argparse.Namespace) -> list[Seen]:
     """Return what was seen of a method."""
-    torch.manual_seed(0)
+    torch.manual_seed(arguments.seed)
     model = Language(arguments.width, arguments.layers, arguments.length)
     hvd.broadcast_parameters(model.state_dict(), 0)
     part, parts, size = (hvd.rank(), hvd.size(), 1) if name != SINGLE else (0, 1, hvd.size())
-    task = Library(part, parts, size * arguments.batch_size, arguments.length, arguments.rate)
+    task = Library(part, parts, size * arguments.batch_size, arguments.length, arguments.rate, arguments.seed)
     method = METHODS[name](task, model, arguments.period)
     if name == SINGLE and hvd.rank() > 0:
         method = Method(lambda: None)
@@ -188,6 +189,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2e-3, help="of Adam (default: 0.002)")
     parser.add_argument("--looks", type=int, default=10, help="at the center (default: 10)")
     parser.add_argument("--batches", type=int, default=16, help="of 64 samples to evaluate on (default: 16)")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of samples (default: 0)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init()
