@@ -39,6 +39,14 @@ class TensorCoding(Coding[torch.Tensor]):
         """
         return min(max(BLOCK, elements // 4), 4 * BLOCK) if x.is_cpu else None
 
+    def on_host(self, x: torch.Tensor) -> np.ndarray[Any, Any] | None:
+        """Return the memory of a tensor on the CPU."""
+        return x.detach().numpy() if x.is_cpu else None
+
+    def from_host(self, x: np.ndarray[Any, Any]) -> torch.Tensor:
+        """Return a tensor with the memory of an array."""
+        return torch.from_numpy(x)
+
     def cast(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         """Return the tensor in another type, or the tensor itself if it already has that type."""
         if kind == "u1" and x.is_floating_point():

@@ -46,6 +46,14 @@ class Coding(Generic[V]):
         """
         return BLOCK
 
+    def on_host(self, x: Any) -> np.ndarray[Any, Any] | None:
+        """Return ``x`` as an array, if it is in host memory and its values are known."""
+        return np.asarray(x)
+
+    def from_host(self, x: np.ndarray[Any, Any]) -> V:
+        """Return an array as :meth:`on_host` takes it."""
+        return cast(V, x)
+
     def sizes(self, x: Any) -> tuple[int, ...]:
         """Return the shape of ``x`` as plain integers."""
         return tuple(map(int, x.shape))

@@ -10,6 +10,7 @@ import numpy as np
 
 from hvd_periodic.vectors.coding import Coding
 from hvd_periodic.wires.encoded import Encoded
+from hvd_periodic.wires.loops import Loop
 
 V = TypeVar("V")
 
@@ -52,9 +53,16 @@ class Blockwise(Encoded):
     def multiples(self, coding: Coding[V], payload: V) -> V:
         """Return the elements of these rows of codes, in float32 and in multiples of their scales; a new value."""
 
+    def loop(self) -> Loop | None:
+        """Return compiled code that encodes rows in host memory; None: there is none, and :meth:`quantize` does."""
+        return None
+
     def encode(self, coding: Coding[V], rows: V) -> V:
         """Return the scales of every row, then its codes."""
-        array: Any = rows
+        array: Any = coding.on_host(rows)
+        if array is not None and (loop := self.loop()) is not None:
+            return coding.from_host(self._encoded_by(loop, array))
+        array = rows
         _, length = coding.sizes(rows)
         parts = (self._encoded(coding, array[:, start:stop]) for start, stop in self._ranges(coding, rows))
         return coding.in_turn(parts, (SCALE_BYTES * -(-length // self.block), -(-length * self.bits // 8)))
@@ -71,6 +79,14 @@ class Blockwise(Encoded):
                 yield (self._decoded(coding, scales, codes, stop - start),)
 
         return coding.in_turn(parts(), (length,))
+
+    def _encoded_by(self, loop: Loop, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the bytes of rows in host memory."""
+        count, length = rows.shape
+        scales = np.empty((count, -(-length // self.block)), np.float32)
+        codes = np.empty((count, -(-length * self.bits // 8)), np.uint8)
+        loop(np.ascontiguousarray(rows), scales, codes)
+        return np.concatenate([scales.view(np.uint8), codes], axis=1)
 
     def _encoded(self, coding: Coding[V], rows: V) -> tuple[V, V]:
         """Return the bytes of the scales and of the codes."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 from hvd_periodic.vectors.coding import Coding
 from hvd_periodic.wires.blockwise import Blockwise, lookup_table, scales_of
+from hvd_periodic.wires.loops import Loop, compiled, powers
 
 V = TypeVar("V")
 
@@ -40,6 +41,10 @@ class E3M0(Blockwise):
 
     coding_seconds: ClassVar[float] = 2.2e-9
     bits: ClassVar[int] = 4
+
+    def loop(self) -> Loop | None:
+        """Return :func:`~hvd_periodic.wires.loops.powers`, compiled."""
+        return compiled(powers)
 
     def quantize(self, coding: Coding[V], blocks: V, length: int) -> tuple[V, V]:
         """Return M, and L of every element, with 8 added if it is negative and not sent as 0."""

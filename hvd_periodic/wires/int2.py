@@ -9,6 +9,7 @@ import numpy as np
 
 from hvd_periodic.vectors.coding import Coding
 from hvd_periodic.wires.blockwise import Blockwise, lookup_table, magnitudes, sums
+from hvd_periodic.wires.loops import Loop, compiled, ternary
 
 V = TypeVar("V")
 
@@ -39,6 +40,10 @@ class Int2(Blockwise):
 
     coding_seconds: ClassVar[float] = 1.9e-9
     bits: ClassVar[int] = 2
+
+    def loop(self) -> Loop | None:
+        """Return :func:`~hvd_periodic.wires.loops.ternary`, compiled."""
+        return compiled(ternary)
 
     def quantize(self, coding: Coding[V], blocks: V, length: int) -> tuple[V, V]:
         """Return a, and the code of every element."""

@@ -50,6 +50,23 @@ def test_an_example_explains_itself(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_loops_that_numba_compiles_write_the_same_bytes(tmp_path: Path) -> None:
+    """Machine code is kept on disk: a second process compiles nothing."""
+    words = [*python("trainers"), "-m", "tests.parallel.numba_program"]
+    surroundings = {**environment(), "NUMBA_CACHE_DIR": str(tmp_path)}
+    for _ in range(2):
+        ran = subprocess.run(words, env=surroundings, cwd=ROOT, capture_output=True, text=True, timeout=120 * PATIENCE)
+        assert ran.returncode == 0, ran.stderr
+        assert json.loads(ran.stdout) == {
+            "compiled": {"ternary": 1, "powers": 1},
+            "compared": 2 * 4 * 3 * 7,
+            "numba": True,
+        }
+        files = {path.name: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")}
+        assert len(files) == 2
+    assert files == {path.name: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")}
+
+
 ALONE = [thorough("accelerate", "python"), ("accelerate", "accelerate launch"), thorough("huggingface", "python")]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from hvd_periodic import Compression
 from hvd_periodic.vectors.coding import BLOCK, Coding
-from hvd_periodic.wires import ChunkedTopK
+from hvd_periodic.wires import ChunkedTopK, loops
 from tests import compression_oracle as slow
 from tests.helpers import Array
 
@@ -64,6 +66,35 @@ def test_bytes_are_those_of_a_slow_oracle(wire: str, length: int) -> None:
     for (name, row), found, back in zip(rows.items(), payload, values, strict=True):
         assert found.tobytes() == slow.row_of_bytes(wire, row.tolist()), name
         assert back.tolist() == slow.in_blocks(wire)(row.tolist()), name
+
+
+@pytest.mark.parametrize("wire", ["e3m0", "int2"])
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 256, 257, 700])
+def test_loops_write_the_same_bytes(wire: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here as Python runs them; tests/parallel/test_trainers.py has them compiled."""
+    rows = np.stack([*kinds(length, length).values(), np.full(length, np.nan, "f4"), np.full(length, np.inf, "f4")])
+    with np.errstate(all="ignore"):
+        expected = WIRES[wire].encode(CODING, rows)
+        monkeypatch.setattr(f"hvd_periodic.wires.{wire}.compiled", lambda loop: loop)
+        np.testing.assert_array_equal(WIRES[wire].encode(CODING, rows), expected)
+
+
+def test_loops_are_compiled_where_no_folder_takes_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for numba, which raises what numba raises."""
+
+    class Numba(ModuleType):
+        def njit(self, signature: str, nogil: bool, cache: bool = False) -> Any:
+            if cache:
+                raise RuntimeError("cannot cache function 'ternary': no locator available for file 'loops.py'")
+            return lambda loop: (loop, signature)
+
+    monkeypatch.setitem(sys.modules, "numba", Numba("numba"))
+    with pytest.warns(UserWarning, match="Each process compiles ternary again: cannot cache"):
+        found, signature = loops.compiled.__wrapped__(loops.ternary)  # type: ignore[misc]
+    assert found is loops.ternary
+    assert signature.startswith("void(")
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert loops.compiled.__wrapped__(loops.ternary) is None
 
 
 def test_chunks_worked_out_by_hand() -> None:
