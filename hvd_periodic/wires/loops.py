@@ -32,7 +32,8 @@ def compiled(loop: Loop) -> Loop | None:
     except RuntimeError as error:
         if "cache" not in str(error):
             raise
-        warnings.warn(f"Each process compiles {loop.__name__} again: {error}", stacklevel=2)
+        where = "numba has no folder to keep its machine code in: set NUMBA_CACHE_DIR to one"
+        warnings.warn(f"Each process compiles {loop.__name__} again, since {where} ({error})", stacklevel=2)
         found = numba.njit(_SIGNATURE, nogil=True)(loop)
     return found
 
