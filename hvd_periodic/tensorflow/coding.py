@@ -30,9 +30,6 @@ class GraphCoding(Coding[Any]):
         """Return None: working in parts would make graphs larger."""
         return None
 
-    def on_host(self, x: Any) -> None:
-        """Return None: in a graph, values are not known."""
-
     def cast(self, x: Any, kind: str) -> Any:
         """Return a tensor of another type."""
         return tf.cast(x, _TYPES[kind])

@@ -47,11 +47,11 @@ class Coding(Generic[V]):
         return BLOCK
 
     def on_host(self, x: Any) -> np.ndarray[Any, Any] | None:
-        """Return ``x`` as an array, if it is in host memory and its values are known."""
-        return np.asarray(x)
+        """Return ``x`` as an array that shares its memory; None if it is on a device, or part of a graph."""
+        return x if isinstance(x, np.ndarray) else None
 
     def from_host(self, x: np.ndarray[Any, Any]) -> V:
-        """Return an array as :meth:`on_host` takes it."""
+        """Return an array in the type of this class; with that of :class:`Coding`, itself."""
         return cast(V, x)
 
     def sizes(self, x: Any) -> tuple[int, ...]:
