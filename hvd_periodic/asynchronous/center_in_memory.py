@@ -249,7 +249,7 @@ class CenterInMemory:
         if algorithm.reads_before:
             message, _ = algorithm.message(space, payload, {}, before, exchange)
             if exchange.presence:
-                message = self._of_present(part, bucket, message, exchange)
+                message = self._by_range[part].weighed(bucket, message, exchange, stores["center"].layout)
         discount = tensors.discount(exchange)
         if discount != 1:
             message = space.scale(discount, message)
@@ -334,15 +334,6 @@ class CenterInMemory:
             return algorithm.move(self.space, center, message, exchange)
         layout, alone = self.vectors[part]["center"].layout, replace(exchange, presence={})
         return self._by_range[part].move(layout, bucket, center, message, alone, LearningRates(lambda: rates))
-
-    def _of_present(self, part: int, bucket: Bucket, message: np.ndarray, exchange: Exchange) -> np.ndarray:
-        """Return a message with zeros for the tensors for which the worker is absent."""
-        specs, layout = self.parts[part].layout.specs, self.vectors[part]["center"].layout
-        present = message.copy()
-        for start, stop, weight in layout.constant_ranges(bucket, lambda i: exchange.presence.get(specs[i].name, 1.0)):
-            if not weight:
-                present[start:stop] = 0
-        return present
 
     def _first(self, part: int) -> int:
         """Return the number of the first bucket of a part."""

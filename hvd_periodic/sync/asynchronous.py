@@ -56,8 +56,7 @@ class Asynchronous(Exchanger[V]):
         self.worker = Worker(membership, exchanged.replica, outer, shared, sharded, use_locking, context.center_file)
         groups = exchanged.groups(tensors, self.worker.placements, membership)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
-        if exchanged.replica.present:
-            self.presence = Presence(exchanged.replica, fragments=1)
+        self.presence = Presence.of(exchanged.replica, fragments=1)
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
 
     @property
