@@ -29,7 +29,7 @@ from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.error_feedback import Packed
 from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.centers.tensor_group import TensorGroup, all_buckets
-from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.base import ADOPTING, Communicator, DifferentCallsError
 from hvd_periodic.comm.horovod import depart
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.comm.process_end import end_now
@@ -537,7 +537,7 @@ class Worker:
         """Wait until all workers are done, and keep the final center; collective."""
         self._publish_file()
         with self.communicator.tracker.at("finalize() of asynchronous exchange"):
-            self.communicator.idle_barrier(self.membership.number)
+            self._wait_for_all(self.membership.number)
             self._log_dead_ranks()
             self._final = [self.transport.read(index) for index in range(len(self._places) + 1)]
             if self._hands_out(self._parts[0].algorithm):  # All take the center now, see Asynchronous.leave().
@@ -559,19 +559,38 @@ class Worker:
         """Discard the final center, if training continues after :meth:`finish`."""
         self._final = None
 
-    def any_dead(self, where: str) -> bool:
-        """Return whether a rank has died, the same on all ranks that live; collective, within the timeout.
+    def any_dead(self) -> bool:
+        """Return in adopt() whether a rank has died, the same on all ranks that live; collective, within the timeout.
 
-        The first barrier waits for every rank that lives. The second tells all whether some rank knows of a death: it
-        enters with the number of the optimizer, and the others join.
+        The first barrier waits for every rank that lives; others may close rounds without this one, and come to a
+        barrier in another call. The second tells all whether some rank knows of a death: it enters with the id of the
+        first, and the others join.
 
-        Args:
-            where: the call in which the ranks are.
+        Raises:
+            RuntimeError: other ranks are in another call; on all ranks.
         """
-        with self.communicator.tracker.at(where, idle=False):
-            self.communicator.idle_barrier(self.membership.number)
+        barrier_id = self.membership.number | ADOPTING
+        self.transport.stay_out(True)
+        with self.communicator.tracker.at("adopt()", idle=False):
+            self._wait_for_all(barrier_id)
             knows = bool(self.communicator.dead_ranks())
-            return self.communicator.idle_barrier(self.membership.number if knows else 0) > 0
+            dead = self.communicator.idle_barrier(barrier_id if knows else 0) > 0
+        if not dead:
+            self.transport.stay_out(False)
+        return dead
+
+    def _wait_for_all(self, barrier_id: int) -> None:
+        """Wait in an idle barrier; if ranks are in different calls, until all of them come to rounds again.
+
+        Raises:
+            RuntimeError: ranks are in different calls; on all of them.
+        """
+        try:
+            self.communicator.idle_barrier(barrier_id)
+        except DifferentCallsError:
+            self.transport.stay_out(False)
+            self.communicator.idle_barrier(0)
+            raise
 
     def close(self, where: str = "the end of the process, after asynchronous exchange") -> None:
         """Wait for all ranks, then release everything; collective.
@@ -610,7 +629,7 @@ def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[No
         logger.warning("Rank %d exits without finalize(), and waits for the others", communicator.rank)
         for worker in workers:
             if not worker.finished:
-                worker.transport.end()
+                worker.transport.stay_out(True)
     while True:
         look = communicator.begin_idle_barrier(0)
         while (number := look()) is None:
