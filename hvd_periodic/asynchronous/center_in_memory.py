@@ -115,7 +115,7 @@ class CenterInMemory:
     or its message if the algorithm forms the message without the center, and returns the center that the worker then
     pulls:
 
-        m  = message(x, publish(c))
+        m  = message(x, publish(c))           unless the worker forms it, such as one that is bounded
         c' = move(c, m)              with c and x of one worker alone; n in the rates is the number of all workers
         returned: publish(c), or publish(c') if the algorithm pulls the moved center
 
@@ -246,7 +246,7 @@ class CenterInMemory:
         algorithm, center = tensors.algorithm, {key: store.read(bucket) for key, store in stores.items()}
         before = np.array(algorithm.publish(space, center, exchange)) if algorithm.reads_before else payload
         message = payload
-        if algorithm.reads_before:
+        if tensors.forms_messages:
             message, _ = algorithm.message(space, payload, {}, before, exchange)
             if exchange.presence:
                 message = self._by_range[part].weighed(bucket, message, exchange, stores["center"].layout)
