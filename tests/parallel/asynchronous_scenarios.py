@@ -380,6 +380,19 @@ def adopted(mode: str) -> Any:
     return found | {"left": leaves.tolist()}
 
 
+@on_one(transports, "window")
+def apart(mode: str) -> Any:
+    """After finalize(), the last rank adopts and the others finalize again: the error; then all make the same calls."""
+    tensors = awkward(0)
+    optimizer, model = elastic(mode, tensors), torch.nn.ParameterList(tensors)
+    optimizer.synchronizer.begin()
+    optimizer.finalize()
+    last = hvd.rank() == hvd.size() - 1
+    found = attempt((lambda: optimizer.adopt(model)) if last else optimizer.finalize)
+    optimizer.finalize()
+    return found
+
+
 @on_one(transports, "service")
 def present_in_turn(mode: str) -> Any:
     """As ``elastic_in_turn``, with an expert of which every third turn has a gradient."""

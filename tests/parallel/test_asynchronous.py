@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(200)
 
 PROGRAM = "asynchronous_scenarios"
 MODES = ("window", "service", "sharded")
-OF_LIBRARY = ("descriptions", "messages", "conservation", "elastic_in_turn", "stopped_inside", "refused")
+OF_LIBRARY = ("descriptions", "messages", "conservation", "elastic_in_turn", "stopped_inside", "refused", "apart")
 """What ranks do to reach each other."""
 
 ON_HOSTS = ("descriptions", "conservation", "elastic_in_turn", "bounded_in_turn")
@@ -270,6 +270,12 @@ def test_adopted_after_finalize(ranks: Reports, mode: str) -> None:
 
 def test_messages_are_bounded(ranks: Reports) -> None:
     check_bounded_in_turn(ranks, MODES)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_adopt_while_others_finalize(ranks: Reports, mode: str) -> None:
+    for error in of_mode(ranks, "apart", mode):
+        assert len(ranks) == 1 or error.startswith("DifferentCallsError: Ranks are in different calls: finalize() of")
 
 
 def test_staleness(ranks: Reports) -> None:
