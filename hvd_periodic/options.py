@@ -71,7 +71,8 @@ class ExchangeOptions(TypedDict, total=False):
             norms of all ranks in this exchange (arXiv 2603.08163). In elastic averaging, m_i = x_i - c, and the
             replica is pulled by what is sent, so that the rest stays in it; elsewhere the rest is lost. In AGN,
             m_i = a_i/τ_i. The norm is over all parameters that are exchanged at once, with ``fragments`` those of
-            the fragment. None: no bound. Synchronous training only.
+            the fragment. In asynchronous training a number only; there x_i - c is formed from c as read before the
+            push. None: no bound.
         max_mean_norm: R > 0, the largest norm of the mean ḡ of these, or with ``op="sum"`` of their sum: it becomes
             ḡ · min(1, R/‖ḡ‖) before the outer step, which bounds the step of the center (EDiT, arXiv 2412.07210).
             Takes memory for one more copy of the parameters. For averaging, DiLoCo, SlowMo, BMUF, AGN. None: no

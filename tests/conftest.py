@@ -33,6 +33,7 @@ CORE = frozenset(
         *(
             f"unit/test_{name}"
             for name in (
+                "asynchronous_bounds",
                 "delayed",
                 "packed",
                 "presence_life",

@@ -1,7 +1,7 @@
 """A slow oracle written from the papers in plain Python floats, workers in a loop; it uses nothing of the library.
 
 Every worker descends on a quadratic loss of its own, so that gradients differ between workers and depend on where the
-exchanges have put x.
+exchanges have put x. Parameters that are "present" have an oracle of their own, ``presence_oracle.py``.
 """
 
 from __future__ import annotations
@@ -95,6 +95,29 @@ def easgd(
                     c[k] += alpha * difference
                 read[i] = list(old)
     return workers.x, c
+
+
+def local(n: int, momentum: float) -> list[list[Vector]]:
+    """Parameters that are "local": every worker descends on its own; return all replicas after each step."""
+    workers, seen = Workers(n, momentum), []
+    for _ in range(STEPS):
+        for i in range(n):
+            workers.descend(i, gradient(i, workers.x[i]))
+        seen.append([list(x) for x in workers.x])
+    return seen
+
+
+def broadcast(n: int, exchanges: set[int], root: int, momentum: float) -> tuple[list[list[Vector]], Vector]:
+    """Parameters that are "broadcast": all take the root's; return all replicas after each step, and the center."""
+    workers, c, seen = Workers(n, momentum), list(START), []
+    for step in range(1, STEPS + 1):
+        for i in range(n):
+            workers.descend(i, gradient(i, workers.x[i]))
+        if step in exchanges:
+            c = list(workers.x[root])
+            workers.x = [list(c) for _ in range(n)]
+        seen.append([list(x) for x in workers.x])
+    return seen, c
 
 
 def touches(worker: int, step: int, k: int) -> bool:

@@ -115,7 +115,7 @@ class CenterInMemory:
     or its message if the algorithm forms the message without the center, and returns the center that the worker then
     pulls:
 
-        m  = message(x, publish(c))
+        m  = message(x, publish(c))           unless the worker forms it, such as one that is bounded
         c' = move(c, m)              with c and x of one worker alone; n in the rates is the number of all workers
         returned: publish(c), or publish(c') if the algorithm pulls the moved center
 
@@ -246,10 +246,10 @@ class CenterInMemory:
         algorithm, center = tensors.algorithm, {key: store.read(bucket) for key, store in stores.items()}
         before = np.array(algorithm.publish(space, center, exchange)) if algorithm.reads_before else payload
         message = payload
-        if algorithm.reads_before:
+        if tensors.forms_messages:
             message, _ = algorithm.message(space, payload, {}, before, exchange)
             if exchange.presence:
-                message = self._of_present(part, bucket, message, exchange)
+                message = self._by_range[part].weighed(bucket, message, exchange, stores["center"].layout)
         discount = tensors.discount(exchange)
         if discount != 1:
             message = space.scale(discount, message)
@@ -334,15 +334,6 @@ class CenterInMemory:
             return algorithm.move(self.space, center, message, exchange)
         layout, alone = self.vectors[part]["center"].layout, replace(exchange, presence={})
         return self._by_range[part].move(layout, bucket, center, message, alone, LearningRates(lambda: rates))
-
-    def _of_present(self, part: int, bucket: Bucket, message: np.ndarray, exchange: Exchange) -> np.ndarray:
-        """Return a message with zeros for the tensors for which the worker is absent."""
-        specs, layout = self.parts[part].layout.specs, self.vectors[part]["center"].layout
-        present = message.copy()
-        for start, stop, weight in layout.constant_ranges(bucket, lambda i: exchange.presence.get(specs[i].name, 1.0)):
-            if not weight:
-                present[start:stop] = 0
-        return present
 
     def _first(self, part: int) -> int:
         """Return the number of the first bucket of a part."""

@@ -23,11 +23,11 @@ from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, R
 from hvd_periodic.logs import logger
 from hvd_periodic.outer.framework import OuterOptimizer
 
-_COME, _FAIL, _APART, _BACK, _END, _SEE = range(16, 22)
+_COME, _FAIL, _APART, _BACK, _OUT, _SEE = range(16, 22)
 """Requests besides those of a service: a worker comes with what it has; it cannot go on; it is in another call, or
-back; its process ends without finalize(); it asks for the center as it is. What it has to say and its payloads follow
-the first at once, without an answer in between. The answer to the last is the number of the last round, then the
-buckets that workers ask for."""
+back; it comes to no round (1 in place of the bucket), or again (0, answered); it asks for the center as it is. What it
+has to say and its payloads follow the first at once, without an answer in between. The answer to the last is the number
+of the last round, then the buckets that workers ask for."""
 
 _NOTHING, _TAKEN, _MOVED, _FAILED, _AGAIN = range(5)
 """What has become of a round for a worker: nothing moved, as nobody had anything to contribute; nor did the center, but
@@ -43,10 +43,11 @@ _LOOK = 0.1
 _TEXT = 1024
 """Bytes of the reason why a worker cannot go on."""
 
-_VERDICT = 7
-"""Integers of the verdict on a round before the members and their records, or the reason why it did not close: what
-has become of it, its number, the number of members, the staleness of the worker; and as float64 the norm of its
-message, the factor to which that was reduced, and the norm of the mean, each NaN if there is none."""
+_VERDICT = 8
+"""Integers of the verdict on a round before the members, their records and the workers that were given up, or the
+reason why it did not close: what has become of it, its number, the number of members, the staleness of the worker; as
+float64 the norm of its message, the factor to which that was reduced, and the norm of the mean, each NaN if there is
+none; and the number of workers that were given up."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Round:
         staleness: rounds that closed between the one that this worker was in before, and this one.
         moved: whether the center has moved.
         norms: ``message_norm`` of this worker, and ``mean_norm``, where norms are bounded.
+        given_up: the workers that will not come again.
     """
 
     number: int
@@ -68,6 +70,7 @@ class Round:
     staleness: int
     moved: bool
     norms: Mapping[str, float] = field(default_factory=dict)
+    given_up: Sequence[int] = ()
 
 
 class HubTransport(ServiceTransport):
@@ -213,12 +216,17 @@ class HubTransport(ServiceTransport):
         else:
             self._request(self.root, _APART if starts else _BACK)
 
-    def end(self) -> None:
-        """Tell the root that this worker comes to no round any more, though its process still answers others."""
+    def stay_out(self, starts: bool) -> None:
+        """Tell the root that this worker comes to no round from now on, though its process answers others; or again.
+
+        In the latter case, wait until the root knows.
+        """
         if self._rank == self.root:
-            self._hub.end(self._rank)
-        else:
-            self._request(self.root, _END)
+            self._hub.set_out(self._rank, starts)
+        elif self.root not in self.dead_ranks():
+            self._request(self.root, _OUT, int(starts))
+            if not starts:
+                self._wait([self._replies.receive(np.empty(1, np.int64), self.root, ANSWER)])
 
     @property
     def _hub(self) -> Hub:
@@ -284,13 +292,15 @@ class HubTransport(ServiceTransport):
         rest = verdict[_VERDICT:]
         if what == _FAILED:
             raise RuntimeError(rest.tobytes().split(b"\0", 1)[0].decode())
-        told = verdict[4:_VERDICT].view(np.float64).tolist()
+        told = verdict[4 : _VERDICT - 1].view(np.float64).tolist()
         norm, cut, mean = (None if math.isnan(each) else each for each in told)
         self.cut = cut
         norms = {key: each for key, each in (("message_norm", norm), ("mean_norm", mean)) if each is not None}
         width = len(integers(Record(0, 0)))
-        records, _ = unpack_records(rest[count : count * (1 + width)])
-        return Round(number, rest[:count].tolist(), records, staleness, what == _MOVED, norms)
+        end = count * (1 + width)
+        records, _ = unpack_records(rest[count:end])
+        given_up = rest[end : end + int(verdict[_VERDICT - 1])].tolist()
+        return Round(number, rest[:count].tolist(), records, staleness, what == _MOVED, norms, given_up)
 
 
 class Hub(Service):
@@ -352,10 +362,10 @@ class Hub(Service):
         with self._lock:
             self._rounds.apart(worker, starts)
 
-    def end(self, worker: int) -> None:
-        """Note that a worker comes to no round any more."""
+    def set_out(self, worker: int, starts: bool) -> None:
+        """Note that a worker comes to no round from now on, or again."""
         with self._lock:
-            self._rounds.end(worker)
+            self._rounds.stay_out(worker, starts)
 
     def attend(self) -> bool:
         """Take what has come completely, and close a round if one is due."""
@@ -386,8 +396,10 @@ class Hub(Service):
             self.fail(source, text.tobytes().rstrip(b"\0").decode(errors="replace"))
         elif operation in (_APART, _BACK):
             self.set_apart(source, operation == _APART)
-        elif operation == _END:
-            self.end(source)
+        elif operation == _OUT:
+            self.set_out(source, starts := bool(header[1]))
+            if not starts:
+                self._send(np.zeros(1, np.int64), source, ANSWER)
         elif operation == _SEE:
             number, centers = self.see()
             self._send(np.array([number], np.int64), source, ANSWER)
@@ -452,7 +464,8 @@ class Hub(Service):
         self._stepped |= closed.moved and self._center.optimized > 0
         self._rounds.close(members)
         number = self._last_round
-        told = [*members, *(word for each in taking for word in integers(each.record))]
+        given_up = self._rounds.given_up
+        told = [len(given_up), *members, *(word for each in taking for word in integers(each.record)), *given_up]
         for place, worker in enumerate(members):
             what = _MOVED if closed.moved else _TAKEN if taking[place].record.left_out else _NOTHING
             norms = np.array([closed.norms[place], closed.cuts[place], closed.mean_norm])

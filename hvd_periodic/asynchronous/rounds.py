@@ -98,7 +98,7 @@ class Rounds:
         self._leaving: set[int] = set()
         self._apart: set[int] = set()
         self._gone: set[int] = set()
-        self._ended: set[int] = set()
+        self._out: set[int] = set()
         self._calls: Counter[int] = Counter()
         self._closed: float | None = None
         self._last_sign = self._now()
@@ -120,9 +120,13 @@ class Rounds:
         self._calls[worker] += starts
         (self._apart.add if starts else self._apart.discard)(worker)
 
-    def end(self, worker: int) -> None:
-        """Note that a worker's process ends without finalize(): it lives, and comes to no round any more."""
-        self._ended.add(worker)
+    def stay_out(self, worker: int, starts: bool) -> None:
+        """Note that a worker comes to no round from now on, though it lives, or again.
+
+        Its process ends without finalize(), or it is in adopt(), where no round is to be open.
+        """
+        self._last_sign = self._now()
+        (self._out.add if starts else self._out.discard)(worker)
 
     def gone(self, workers: Iterable[int]) -> None:
         """Note that workers will not come again."""
@@ -156,7 +160,7 @@ class Rounds:
         self._fail_if_calls_differ()
         if self.failure is not None:
             return None
-        absent = self._leaving | self._apart | self._gone | self._ended
+        absent = self._leaving | self._apart | self._gone | self._out
         expected = [worker for worker in range(len(self._ranks)) if worker not in absent]
         present = [worker for worker in expected if worker in self._came]
         if len(present) == len(expected):

@@ -16,10 +16,11 @@ from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors, empty, numbered
 from hvd_periodic.asynchronous.ledger import Ledger, ledger_bucket
 from hvd_periodic.asynchronous.transport import Transport
-from hvd_periodic.asynchronous.wire_formats import States, presence_from_array, presence_to_array
+from hvd_periodic.asynchronous.wire_formats import States
 from hvd_periodic.checkpoints.tree import Leaves
 from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, Request
 from hvd_periodic.outer.framework import OuterOptimizer
+from hvd_periodic.participation.present import presence_from_array, presence_to_array
 from hvd_periodic.vectors.layout import Bucket
 
 REQUEST, ANSWER, _STATE_BYTES, _PAYLOAD = 0, 1, 2, 8

@@ -76,8 +76,8 @@ class Transport(ABC):
     def optimizer_state(self) -> Any:
         """Return a copy of the state of the center's optimizer."""
 
-    def end(self) -> None:
-        """Tell the other ranks that this worker, whose process ends without finalize(), exchanges no more."""
+    def stay_out(self, starts: bool) -> None:
+        """Tell the other ranks that this worker does not exchange from now on, though its process lives; or again."""
 
     def show(self) -> None:
         """Bring the file of the center up to date: a worker may have ended between a push and its copy."""

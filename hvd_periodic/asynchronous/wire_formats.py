@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,6 @@ from hvd_periodic.checkpoints.tree import Leaves
 
 _LARGEST_STATE = 64
 """Largest state of an optimizer, in sizes of the center, besides what fits into 16 MiB."""
-
-_NOBODY = -1.0
-"""The weight of a tensor that no worker has."""
 
 
 class States:
@@ -51,20 +47,3 @@ class States:
                 f"{self._largest}: {_LARGEST_STATE} times the center"
             )
         return np.empty(nbytes, np.uint8)
-
-
-def presence_to_array(presence: Mapping[str, float | None], names: Sequence[str]) -> np.ndarray:
-    """Return presence as one float64 per tensor: the weight, −1 for None, or NaN for a tensor that is not in it.
-
-    Example:
-        >>> presence_to_array({"a": 0.5, "b": None}, ["a", "b", "c"])
-        array([ 0.5, -1. ,  nan])
-    """
-    weights = (presence.get(name, math.nan) for name in names)
-    return np.array([_NOBODY if weight is None else weight for weight in weights], np.float64)
-
-
-def presence_from_array(weights: np.ndarray, names: Sequence[str]) -> dict[str, float | None]:
-    """Return the presence that :func:`presence_to_array` was given."""
-    pairs = ((name, float(weight)) for name, weight in zip(names, weights, strict=True) if not math.isnan(weight))
-    return {name: None if weight == _NOBODY else weight for name, weight in pairs}

@@ -29,7 +29,7 @@ from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.error_feedback import Packed
 from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.centers.tensor_group import TensorGroup, all_buckets
-from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.base import ADOPTING, Communicator, DifferentCallsError
 from hvd_periodic.comm.horovod import depart
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.comm.process_end import end_now
@@ -253,33 +253,36 @@ class Worker:
         If it is left out of a round, it sends zeros, and starts from the center that it gets. If it has no weight, so
         that it does not count, it sends zeros as well, and keeps its error memory; its own message is dropped once the
         center has moved. Messages that it encodes with error memory are bounded here, as the holder sees them with that
-        only. Those that it encodes without are formed from the center as it is.
+        only, and so are those of a worker that exchanges alone: in elastic averaging it reads the center before. Those
+        that it encodes without error memory are formed from the center as it is.
         """
         buckets, sent, packed = list(all_buckets(parts)), 0, dict[int, Packed[Any]]()
-        limiter = parts[0].limiter
-        if limiter is not None and counts and not left_out:
-            exchange, _ = limiter.limit_message(exchange, parts[0].values.layout.buckets)
+        unbounded, read = exchange, list[Any]()
 
         def payloads(centers: Sequence[np.ndarray] = ()) -> Iterator[np.ndarray]:
             nonlocal sent
-            seen = [
+            asked = [
                 self._replica.from_host(center, bucket) for center, (_, bucket) in zip(centers, buckets, strict=False)
             ]
-            if seen and not left_out:
-                self._measure(parts[0], seen, exchange)
+            if asked and not left_out:
+                self._measure(parts[0], asked, exchange)
+            seen = [*(asked or read), *[None] * len(buckets)]
             for place, (part, bucket) in enumerate(buckets):
                 if left_out or not counts:
                     payload = np.zeros_like(self._parts[parts.index(part)].new_payload(bucket))
                 elif part.error_feedback.wire.lossy:
-                    packed[place] = part.packed(bucket, exchange, seen[place] if seen else None)
+                    packed[place] = part.packed(bucket, exchange, seen[place])
                     payload = np.frombuffer(self._replica.to_bytes(packed[place].payload), np.uint8)
                 else:
-                    payload = self._replica.to_host(part.payload(bucket, exchange), bucket)
+                    of_part = exchange if part is parts[0] else unbounded
+                    payload = self._replica.to_host(part.payload(bucket, of_part, seen[place]), bucket)
                 sent += payload.nbytes
                 yield payload
 
         pulls = False
         with self.transaction():
+            if counts and not left_out:
+                exchange, read = self._limited(parts[0], exchange)
             if self._parts[0].asks_for_center:
                 vectors = cast(HubTransport, self.transport).exchange_from_center(exchange, payloads)
             else:
@@ -288,8 +291,8 @@ class Worker:
             # one bucket more, it receives the staleness.
             for pulled, (place, (part, bucket)) in zip(vectors, enumerate(buckets), strict=False):
                 pulls = True
-                cut = self.transport.cut if part is parts[0] else None
-                center = self._replica.from_host(pulled, bucket)
+                cut = exchange.cut if exchange.cut is not None else self.transport.cut
+                center = read[place] if place < len(read) else self._replica.from_host(pulled, bucket)
                 if self.on_pull is not None:
                     self.on_pull(part, bucket, center, exchange)
                 if left_out:
@@ -297,7 +300,8 @@ class Worker:
                 else:
                     if not counts:
                         part.payload(bucket, exchange)  # Empties what the worker has gathered.
-                    part.pull(bucket, center, replace(exchange, cut=cut), packed.get(place))
+                    of_part = replace(exchange, cut=cut) if part is parts[0] else unbounded
+                    part.pull(bucket, center, of_part, packed.get(place))
             if pulls:
                 for place, each in packed.items():
                     part, bucket = buckets[place]
@@ -305,6 +309,14 @@ class Worker:
                 for part in parts:
                     part.remember_taken()
         return sent
+
+    def _limited(self, part: TensorGroup[Any], exchange: Exchange) -> tuple[Exchange, list[Any]]:
+        """Return the exchange with the factor for a message that is bounded here, and the center if that needs it."""
+        if part.limiter is None:
+            return exchange, []
+        buckets = part.values.layout.buckets
+        read = [part.published_center(bucket, exchange) for bucket in buckets] if part.needs_published else []
+        return part.limiter.limit_message(exchange, buckets, read)[0], read
 
     def _measure(self, part: TensorGroup[Any], centers: Sequence[Any], exchange: Exchange) -> None:
         """Measure the message that will be encoded, given the center, if there is a bound on norms of messages."""
@@ -537,7 +549,7 @@ class Worker:
         """Wait until all workers are done, and keep the final center; collective."""
         self._publish_file()
         with self.communicator.tracker.at("finalize() of asynchronous exchange"):
-            self.communicator.idle_barrier(self.membership.number)
+            self._wait_for_all(self.membership.number)
             self._log_dead_ranks()
             self._final = [self.transport.read(index) for index in range(len(self._places) + 1)]
             if self._hands_out(self._parts[0].algorithm):  # All take the center now, see Asynchronous.leave().
@@ -559,19 +571,38 @@ class Worker:
         """Discard the final center, if training continues after :meth:`finish`."""
         self._final = None
 
-    def any_dead(self, where: str) -> bool:
-        """Return whether a rank has died, the same on all ranks that live; collective, within the timeout.
+    def any_dead(self) -> bool:
+        """Return in adopt() whether a rank has died, the same on all ranks that live; collective, within the timeout.
 
-        The first barrier waits for every rank that lives. The second tells all whether some rank knows of a death: it
-        enters with the number of the optimizer, and the others join.
+        The first barrier waits for every rank that lives; others may close rounds without this one, and come to a
+        barrier in another call. The second tells all whether some rank knows of a death: it enters with the id of the
+        first, and the others join.
 
-        Args:
-            where: the call in which the ranks are.
+        Raises:
+            RuntimeError: other ranks are in another call; on all ranks.
         """
-        with self.communicator.tracker.at(where, idle=False):
-            self.communicator.idle_barrier(self.membership.number)
+        barrier_id = self.membership.number | ADOPTING
+        self.transport.stay_out(True)
+        with self.communicator.tracker.at("adopt()", idle=False):
+            self._wait_for_all(barrier_id)
             knows = bool(self.communicator.dead_ranks())
-            return self.communicator.idle_barrier(self.membership.number if knows else 0) > 0
+            dead = self.communicator.idle_barrier(barrier_id if knows else 0) > 0
+        if not dead:
+            self.transport.stay_out(False)
+        return dead
+
+    def _wait_for_all(self, barrier_id: int) -> None:
+        """Wait in an idle barrier; if ranks are in different calls, until all of them come to rounds again.
+
+        Raises:
+            RuntimeError: ranks are in different calls; on all of them.
+        """
+        try:
+            self.communicator.idle_barrier(barrier_id)
+        except DifferentCallsError:
+            self.transport.stay_out(False)
+            self.communicator.idle_barrier(0)
+            raise
 
     def close(self, where: str = "the end of the process, after asynchronous exchange") -> None:
         """Wait for all ranks, then release everything; collective.
@@ -610,7 +641,7 @@ def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[No
         logger.warning("Rank %d exits without finalize(), and waits for the others", communicator.rank)
         for worker in workers:
             if not worker.finished:
-                worker.transport.end()
+                worker.transport.stay_out(True)
     while True:
         look = communicator.begin_idle_barrier(0)
         while (number := look()) is None:

@@ -40,10 +40,13 @@ class ByRange(Generic[V]):
         specs = self._whole.specs
         return list(layout.constant_ranges(part, lambda i: exchange.presence.get(specs[i].name, AS_EVER)))
 
-    def weighed(self, part: Bucket, message: V, exchange: Exchange) -> V:
-        """Return the message to send: zeros where this worker is absent, otherwise as :meth:`Algorithm.weighed`."""
+    def weighed(self, part: Bucket, message: V, exchange: Exchange, layout: Layout | None = None) -> V:
+        """Return the message to send: zeros where this worker is absent, otherwise as :meth:`Algorithm.weighed`.
+
+        The layout is the whole, which is the default, or that of a shard.
+        """
         space, weighed = self._replica.space, []
-        for start, stop, weight in self.weights(self._whole, part, exchange):
+        for start, stop, weight in self.weights(layout or self._whole, part, exchange):
             of_range = cast(Any, message)[start:stop]
             if weight:
                 known = exchange if weight == AS_EVER else replace(exchange, weight=weight)

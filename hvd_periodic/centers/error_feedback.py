@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.participation.rows import TouchedRows, UntouchedRows
+from hvd_periodic.participation.rows import TouchedRows
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import Store
@@ -77,13 +77,8 @@ class ErrorFeedback(Generic[V]):
         error_decay: float = 1.0,
     ) -> None:
         self.wire, self._placement, self._replica, self._reduction = wire, placement, replica, algorithm.reduction
-        self._touched: TouchedRows[V] | None = None
-        self.untouched: UntouchedRows[V] | None = None
-        tables = [i for i, spec in enumerate(layout.specs) if spec.name in replica.tables and spec.size]
-        if tables and layout is replica.parameters.layout:
-            if not algorithm.reads_after:
-                self.untouched = UntouchedRows(name, layout, tables, replica, algorithm, communicator)
-            self._touched = TouchedRows(wire, replica, layout, tables, self.untouched)
+        self._touched = TouchedRows.of_parameters(name, wire, replica, layout, algorithm, communicator)
+        self.untouched = None if self._touched is None else self._touched.untouched
         self.received_totals: dict[int, V] = {}
         self._decay = error_decay
         self.residual: Store[V] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from statistics import median
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -67,8 +68,8 @@ class Sender(Protocol):
     algorithm: Algorithm
     placement: Placement
 
-    def preview(self, bucket: Bucket, exchange: Exchange) -> Any:
-        """Return the message of a bucket."""
+    def preview(self, bucket: Bucket, exchange: Exchange, published: Any = None) -> Any:
+        """Return the message of a bucket, given the published center if the caller has it."""
 
     def holds_part_of(self, bucket: Bucket) -> bool:
         """Return whether this rank holds any element of a bucket of the center."""
@@ -91,14 +92,22 @@ class NormLimiter(Generic[V]):
         self.bounds, self._group, self._space, self._membership = bounds, group, replica.space, membership
         self._squares: dict[str, float] = {}
 
-    def limit_message(self, exchange: Exchange, buckets: Sequence[Bucket]) -> tuple[Exchange, int]:
-        """Return the exchange with the factor for this rank's messages, and the bytes handed to collectives."""
+    def limit_message(
+        self, exchange: Exchange, buckets: Sequence[Bucket], published: Sequence[V] = ()
+    ) -> tuple[Exchange, int]:
+        """Return the exchange with the factor for this rank's messages, and the bytes handed to collectives.
+
+        Args:
+            exchange: the exchange.
+            buckets: the buckets.
+            published: the published center, bucket by bucket, if the caller has it.
+        """
         group, bound, sent = self._group, self.bounds.message, 0
         if bound is None:
             return exchange, 0
         squares = 0.0
-        for bucket in buckets:
-            squares += self._space.square(group.preview(bucket, exchange))
+        for bucket, center in zip_longest(buckets, published):
+            squares += self._space.square(group.preview(bucket, exchange, center))
             if group.algorithm.reads_before:
                 sent += group.placement.bytes_to_publish(bucket.nbytes)
         norm = math.sqrt(squares) / group.algorithm.share_of_worker(exchange)

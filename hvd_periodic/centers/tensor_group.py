@@ -383,22 +383,28 @@ class TensorGroup(Generic[V]):
         out = self._replica.scratch(bucket, slot + 1)
         return self.algorithm.message(space, x, copies, center, exchange, out=out)[0]
 
-    def payload(self, bucket: Bucket, exchange: Exchange) -> V:
-        """Return what a worker sends to a center elsewhere: the replica, or the message if it can form that itself."""
-        x = self._read(bucket, _slot(bucket))
-        if self.algorithm.reads_before and not self._keeps_taken:
-            return x
-        worker, out = self._read_all(self.worker, bucket), self._replica.scratch(bucket, _slot(bucket) + 1)
-        center = worker[_TAKEN] if self._keeps_taken else x
-        message, changed = self.algorithm.message(self._replica.space, x, worker, center, exchange, out=out)
-        self._write(self.worker, bucket, worker, changed)
-        return message
+    @property
+    def needs_published(self) -> bool:
+        """Whether a worker can form its message from the published center only."""
+        return self.algorithm.reads_before and not self._keeps_taken
+
+    def payload(self, bucket: Bucket, exchange: Exchange, published: V | None = None) -> V:
+        """Return what a worker sends to a center elsewhere: its message, cut, or the replica if it cannot form that."""
+        if published is not None:
+            message = self.preview(bucket, exchange, published)
+        else:
+            x = self._read(bucket, _slot(bucket))
+            if self.needs_published:
+                return x
+            worker, out = self._read_all(self.worker, bucket), self._replica.scratch(bucket, _slot(bucket) + 1)
+            center = worker[_TAKEN] if self._keeps_taken else x
+            message, changed = self.algorithm.message(self._replica.space, x, worker, center, exchange, out=out)
+            self._write(self.worker, bucket, worker, changed)
+        return message if exchange.cut is None else self._replica.space.scale(exchange.cut, message)
 
     def packed(self, bucket: Bucket, exchange: Exchange, published: V | None = None) -> Packed[V]:
-        """Return the message of a worker to a center elsewhere, cut: :meth:`payload`, or from a published center."""
-        message = self.payload(bucket, exchange) if published is None else self.preview(bucket, exchange, published)
-        message = message if exchange.cut is None else self._replica.space.scale(exchange.cut, message)
-        return self.error_feedback.pack(bucket, message, int(exchange.size))
+        """Return the message of a worker to a center elsewhere, as :meth:`payload`, encoded."""
+        return self.error_feedback.pack(bucket, self.payload(bucket, exchange, published), int(exchange.size))
 
     def pull(self, bucket: Bucket, center: V, exchange: Exchange, packed: Packed[V] | None = None) -> None:
         """Pull a bucket of the replica, given the published center: by what was sent, if that is not the message."""

@@ -239,14 +239,15 @@ class Communicator(Collectives):
         """Enter an idle barrier of all ranks, which may take hours.
 
         Args:
-            barrier_id: number of the optimizer that this rank waits for, above 0; 0: it takes part in any barrier of
-                the others.
+            barrier_id: number of the optimizer that this rank waits for, above 0; in ``adopt()``, :data:`ADOPTING` is
+                added to it. 0: it takes part in any barrier of the others.
 
         Returns:
-            a function that polls: None until all ranks have arrived, then the number they wait for; 0 if none waits.
+            a function that polls: None until all ranks have arrived, then the id they wait for; 0 if none waits.
 
         Raises:
-            RuntimeError: from the returned function, on all ranks: they wait for different optimizers.
+            RuntimeError: from the returned function, on all ranks: they wait for different optimizers, or in
+                different calls.
         """
         ids = self.allgather_object(barrier_id, "hvd_periodic.assembly")
         return lambda: common_barrier(ids)
@@ -285,11 +286,19 @@ _FORMER = {
 rename_members(Communicator, **_FORMER)
 
 
+ADOPTING = 2**16
+"""The bit of a barrier id that says that a rank waits in ``adopt()``; without it, it waits in ``finalize()``."""
+
+
+class DifferentCallsError(RuntimeError):
+    """Ranks have met in an idle barrier in different calls; raised on all of them."""
+
+
 def common_barrier(ids: Sequence[int]) -> int:
-    """Return the optimizer that ranks wait for in an idle barrier, given the barrier ids of all ranks.
+    """Return the id that ranks wait for in an idle barrier, given the barrier ids of all ranks.
 
     Raises:
-        RuntimeError: they wait for different optimizers.
+        DifferentCallsError: they wait for different optimizers, or in different calls.
 
     Example:
         >>> common_barrier([2, 0, 2])
@@ -297,8 +306,8 @@ def common_barrier(ids: Sequence[int]) -> int:
     """
     waiting = sorted({barrier_id for barrier_id in ids if barrier_id})
     if len(waiting) > 1:
-        raise RuntimeError(
-            f"Ranks are in finalize() or adopt() of different asynchronous optimizers: {', '.join(map(str, waiting))}. "
-            "Call these in the same order on all ranks"
+        calls = (f"{'adopt' if each & ADOPTING else 'finalize'}() of optimizer {each % ADOPTING}" for each in waiting)
+        raise DifferentCallsError(
+            f"Ranks are in different calls: {', '.join(calls)}. All ranks must make the same calls in the same order"
         )
     return waiting[0] if waiting else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,9 @@ from hvd_periodic.vectors.coding import packed_bits
 
 Seen = Sequence[Sequence[str]]
 """For every fragment, the names of the parameters that had a gradient since its last exchange; empty if none had."""
+
+_NOBODY = -1.0
+"""In an array, the weight of a parameter for which nobody is present."""
 
 
 class Present(Policy):
@@ -72,6 +75,11 @@ class Presence:
         names = [spec.name for spec in replica.parameters.layout.specs]
         self._indices = {names.index(name): name for name in replica.present}
 
+    @classmethod
+    def of(cls, replica: Replica[Any], fragments: int) -> Presence | None:
+        """Return it; None if a replica has no such parameters."""
+        return cls(replica, fragments) if replica.present else None
+
     def found(self) -> list[str]:
         """Return the names of the parameters that have a gradient in the update to come."""
         return [self._indices[i] for i in sorted(self._replica.with_gradient_now(self._indices.keys()))]
@@ -120,3 +128,20 @@ def weight_among(weights: Sequence[float], present: Sequence[int], rank: int) ->
     of_present = [weight * here for weight, here in zip(weights, present, strict=True)]
     total = math.fsum(of_present)
     return of_present[rank] * (len(of_present) / total) if total else None
+
+
+def presence_to_array(presence: Mapping[str, float | None], names: Sequence[str]) -> np.ndarray:
+    """Return presence as one float64 per tensor, for a message: the weight, −1 for None, NaN for a tensor not in it.
+
+    Example:
+        >>> presence_to_array({"a": 0.5, "b": None}, ["a", "b", "c"])
+        array([ 0.5, -1. ,  nan])
+    """
+    weights = (presence.get(name, math.nan) for name in names)
+    return np.array([_NOBODY if weight is None else weight for weight in weights], np.float64)
+
+
+def presence_from_array(weights: np.ndarray, names: Sequence[str]) -> dict[str, float | None]:
+    """Return the presence that :func:`presence_to_array` was given."""
+    pairs = ((name, float(weight)) for name, weight in zip(names, weights, strict=True) if not math.isnan(weight))
+    return {name: None if weight == _NOBODY else weight for name, weight in pairs}

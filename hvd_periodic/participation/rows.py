@@ -142,6 +142,9 @@ class TouchedRows(Generic[V]):
         layout: layout of the messages, in which buckets of tables hold whole rows (:meth:`Layout.by_rows`).
         tables: indices of the tables.
         untouched: knows the total of rows that are not touched, and which are; None: the total is 0.
+
+    Attributes:
+        untouched: as given.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class TouchedRows(Generic[V]):
         tables: Collection[int],
         untouched: UntouchedRows[V] | None = None,
     ) -> None:
-        self._wire, self._replica, self._untouched = wire, replica, untouched
+        self._wire, self._replica, self.untouched = wire, replica, untouched
         self._rows = {layout.specs[i].name: layout.specs[i].shape[0] for i in tables}
         self._tables = {
             bucket.index: layout.specs[bucket.pieces[0].tensor]
@@ -162,6 +165,25 @@ class TouchedRows(Generic[V]):
         self._seen: Counter[str] = Counter()
         self._sent: Counter[str] = Counter()
         self._warned: set[str] = set()
+
+    @classmethod
+    def of_parameters(
+        cls,
+        name: str,
+        wire: Wire,
+        replica: Replica[V],
+        layout: Layout,
+        algorithm: Algorithm,
+        communicator: Communicator,
+    ) -> TouchedRows[V] | None:
+        """Return what sends the rows of a group of tensors; None if they are not the parameters, or have no tables."""
+        tables = [i for i, spec in enumerate(layout.specs) if spec.name in replica.tables and spec.size]
+        if not tables or layout is not replica.parameters.layout:
+            return None
+        untouched: UntouchedRows[V] | None = None
+        if not algorithm.reads_after:
+            untouched = UntouchedRows(name, layout, tables, replica, algorithm, communicator)
+        return cls(wire, replica, layout, tables, untouched)
 
     def __contains__(self, bucket: Bucket) -> bool:
         return bucket.index in self._tables
@@ -174,7 +196,7 @@ class TouchedRows(Generic[V]):
         table, coding = self._tables[bucket.index], link.coding
         length = table.size // table.shape[0]
         rows = coding.reshape(message, -1, length)
-        untouched = self._untouched
+        untouched = self.untouched
         if untouched is None:
             flags = coding.nonzero_rows(coding.reshape(self._wire.rounded(coding, message), -1, length))
         else:

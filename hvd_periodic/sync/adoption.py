@@ -79,7 +79,7 @@ def adopt(synchronizer: Any, successor: Callable[[], Successor[V]]) -> None:
     if refused is not None:
         raise RuntimeError(unavailable(refused))
     worker = synchronizer.exchanger.worker
-    if worker is not None and worker.any_dead("adopt()"):
+    if worker is not None and worker.any_dead():
         raise RuntimeError(unavailable(_DIED))
     with _without(synchronizer.handshake, synchronizer.replica.changes):
         _exchange_last(synchronizer)

@@ -50,14 +50,20 @@ class Asynchronous(Exchanger[V]):
         size = membership.communicator.size
         tensors = [kind._replace(algorithm=kind.algorithm.asynchronous_variant(size)) for kind in exchanged.tensors()]
         shared = [ExchangedTensors(kind.values.layout, kind.algorithm) for kind in tensors]
+        if context.bounds is not None and tensors[0].algorithm.reads_before:
+            tensors[0].algorithm.check(size)  # Workers may read the same center before any of them pushes.
         power = context.staleness_power
-        shared[0] = replace(shared[0], optimized=exchanged.outer is not None, staleness_power=power)
+        shared[0] = replace(
+            shared[0],
+            optimized=exchanged.outer is not None,
+            staleness_power=power,
+            sends_messages=context.bounds is not None,
+        )
         outer, sharded = exchanged.center_optimizer, issubclass(place, Sharded)
         self.worker = Worker(membership, exchanged.replica, outer, shared, sharded, use_locking, context.center_file)
-        groups = exchanged.groups(tensors, self.worker.placements, membership)
+        groups = exchanged.groups(tensors, self.worker.placements, membership, bounds=context.bounds)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
-        if exchanged.replica.present:
-            self.presence = Presence(exchanged.replica, fragments=1)
+        self.presence = Presence.of(exchanged.replica, fragments=1)
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
 
     @property
@@ -67,8 +73,14 @@ class Asynchronous(Exchanger[V]):
 
     def facts(self) -> dict[str, object]:
         """Return the settings that all ranks must share: asynchronous exchange and its transport."""
-        power, grace = self.context.staleness_power, self.context.grace
-        return {"asynchronous": True, "staleness_power": power, "grace_seconds": grace, **self.worker.facts()}
+        context = self.context
+        return {
+            "asynchronous": True,
+            "staleness_power": context.staleness_power,
+            "grace_seconds": context.grace,
+            "max_message_norm": context.bounds and context.bounds.message,
+            **self.worker.facts(),
+        }
 
     def open(self) -> None:
         """Create the center and connect to it."""

@@ -223,8 +223,7 @@ class WithQuorum(Asynchronous[V]):
             raise RuntimeError(uncounted)
         while self.exchange(leaving=True):  # In a replayed round, among others that train.
             pass
-        communicator = self.context.membership.communicator
-        communicator.give_up(set(range(communicator.size)) - set(self._hub.round.members))
+        self.context.membership.communicator.give_up(self._hub.round.given_up)
         self.worker.finish()
         self.worker.take(list(self.tensor_groups))
 

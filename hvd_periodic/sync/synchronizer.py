@@ -202,9 +202,8 @@ class ReplicaSynchronizer(Generic[V]):
             refuse_asynchronous(error_decay != 1, "error_decay", error_decay, "no part of a message is left unsent")
             refuse_asynchronous(audit_every > 0, "audit_every", audit_every, "there is one center")
             refuse_asynchronous(weight is not None, "weight", weight, "no mean is taken")
-            refuse_asynchronous(
-                max_message_norm is not None, "max_message_norm", max_message_norm, "no bounds are kept"
-            )
+            median = isinstance(max_message_norm, str)
+            refuse_asynchronous(median, "max_message_norm", max_message_norm, "no rank knows the norms of others")
             refuse_asynchronous(max_mean_norm is not None, "max_mean_norm", max_mean_norm, "no mean is taken")
         schedule = as_schedule(schedule, "schedule")
         check_schedule(schedule, bool(asynchronous))

@@ -57,8 +57,7 @@ class Synchronous(Exchanger[V]):
         groups = exchanged.groups(tensors, placements, membership, self.overlapped, wire, decay, bounds)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.piggyback = PiggybackedMessages(self.tensor_groups, exchanged.replica, membership)
-        if exchanged.replica.present:
-            self.presence = Presence(exchanged.replica, len(context.fragments))
+        self.presence = Presence.of(exchanged.replica, len(context.fragments))
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
         self._bind()
 

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 import hvd_periodic.torch as hvdp
-from hvd_periodic import DiLoCo
+from hvd_periodic import DiLoCo, read_run_log
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory
 from hvd_periodic.asynchronous.ledger import Ledger
 from hvd_periodic.asynchronous.worker import VARIABLE
@@ -30,8 +30,10 @@ from hvd_periodic.torch import synchronizer as module
 from hvd_periodic.torch.outer import TorchOuterOptimizer
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.vectors.layout import chunk
+from tests import bounded_oracle as bounded
 from tests.conformance.messages_contract import check_messages
 from tests.counting import CountsInGroup
+from tests.delayed_oracle import followed
 from tests.helpers import random_arrays
 from tests.parallel import left_out_in_turn as in_turn_of
 from tests.parallel.program import NotApplicableError, Scenarios, attempt, repeated
@@ -378,6 +380,19 @@ def adopted(mode: str) -> Any:
     return found | {"left": leaves.tolist()}
 
 
+@on_one(transports, "window")
+def apart(mode: str) -> Any:
+    """After finalize(), the last rank adopts and the others finalize again: the error; then all make the same calls."""
+    tensors = awkward(0)
+    optimizer, model = elastic(mode, tensors), torch.nn.ParameterList(tensors)
+    optimizer.synchronizer.begin()
+    optimizer.finalize()
+    last = hvd.rank() == hvd.size() - 1
+    found = attempt((lambda: optimizer.adopt(model)) if last else optimizer.finalize)
+    optimizer.finalize()
+    return found
+
+
 @on_one(transports, "service")
 def present_in_turn(mode: str) -> Any:
     """As ``elastic_in_turn``, with an expert of which every third turn has a gradient."""
@@ -437,6 +452,50 @@ def left_out_in_turn(mode: str) -> Any:
         hvd.barrier()
         optimizer.synchronizer.finalize()
         results[name] = [seen, counters.rounds, counters.left_out, counters.bytes_sent]
+    return results
+
+
+OF_BOUNDS = {
+    "window": ("easgd", "diloco", *repeated("easgd_rho", "averaging", "agn", "bmuf")),
+    "service": ("easgd", "agn, average", *repeated("slowmo")),
+    "sharded": ("easgd", "agn", "slowmo", *repeated("easgd_rho", "bmuf")),
+}
+"""The algorithms of bounded messages, by transport."""
+
+
+@on_all(transports, hosts)
+def bounded_in_turn(mode: str) -> Any:
+    """Messages are cut to a norm, over buckets and shards: x and c after every turn, and the norms in the run log."""
+    results: dict[str, Any] = {}
+    for name in OF_BOUNDS[mode]:
+        start, folder = torch.tensor(bounded.START, dtype=torch.float64), FOLDER[0] / f"{mode} {name}"
+        tensors = [torch.nn.Parameter(part.clone()) for part in start.tensor_split([bounded.OF_FIRST])]
+        with transport(mode):
+            optimizer = hvdp.PeriodicOptimizer(
+                torch.optim.SGD(tensors, bounded.RATE),
+                named(tensors),
+                bounded.ALGORITHMS[name],
+                bounded.PERIOD,
+                asynchronous=True,
+                center=MODES[mode][1],
+                max_message_norm=bounded.bound_of(name),
+                run_log=folder,
+            )
+        optimizer.synchronizer.begin()
+
+        def train(own_turn: int, tensors: Any = tensors, optimizer: Any = optimizer) -> None:
+            for _ in range(bounded.PERIOD):
+                show(tensors, torch.tensor(bounded.gradient(hvd.rank(), flat(tensors).tolist()), dtype=torch.float64))
+                optimizer.step()
+
+        def look(tensors: Any = tensors, optimizer: Any = optimizer) -> Any:
+            return flat(tensors).tolist(), center_of(tensors, optimizer).tolist()
+
+        order = turns(9)
+        seen = followed(order, hvd.rank(), train, look, hvd.barrier)
+        optimizer.finalize()
+        lines = read_run_log(folder)[hvd.rank()]
+        results[name] = [order, seen, [line["message_norm"] for line in lines if line["event"] == "exchanged"]]
     return results
 
 

@@ -21,8 +21,11 @@ import tensorflow as tf
 from safetensors.numpy import load_file
 
 import hvd_periodic.tensorflow as hvdp
+from hvd_periodic import read_run_log
 from hvd_periodic.asynchronous.worker import VARIABLE
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
+from tests import bounded_oracle as bounded
+from tests.delayed_oracle import followed
 from tests.parallel import left_out_in_turn as in_turn_of
 from tests.parallel.keras_scenarios import (
     LOOPS,
@@ -238,6 +241,40 @@ def in_turn(center: str) -> Any:
             "staleness": counters.staleness_max,
             "final": read_center(optimizer, w),
         }
+    return results
+
+
+@on_all("window", "service", "sharded")
+def bounded_in_turn(center: str) -> Any:
+    """Messages are cut to a norm, over variables and shards: x and c after every turn, and the norms in the run log."""
+    results: dict[str, Any] = {}
+    for i, name in one_each(("easgd", "diloco", "agn, average", "easgd_rho"), 0, center):
+        _, compiled = loop_of(i + place(center))
+        start, folder = np.array(bounded.START), FOLDER[0] / f"bounded {center} {name}"
+        variables = [keras.Variable(part, dtype="float64") for part in np.split(start, [bounded.OF_FIRST])]
+        optimizer = hvdp.PeriodicOptimizer(
+            *(keras.optimizers.SGD(bounded.RATE), None, bounded.ALGORITHMS[name], bounded.PERIOD),
+            **{"asynchronous": True, "center": center, "max_message_norm": bounded.bound_of(name), "run_log": folder},
+        )
+        optimizer.build(variables)
+        optimizer.synchronizer.begin()
+        step = compiled(lambda one, other, o=optimizer, v=variables: o.apply([one, other], v))  # type: ignore[misc]
+
+        def train(own_turn: int, step: Any = step, variables: Any = variables) -> None:
+            for _ in range(bounded.PERIOD):
+                g = bounded.gradient(hvd.rank(), flat(variables).tolist())
+                step(*(tf.constant(part) for part in np.split(np.array(g), [bounded.OF_FIRST])))
+
+        def look(optimizer: Any = optimizer, variables: Any = variables) -> Any:
+            x = flat(variables).tolist()
+            with optimizer.center():
+                return x, flat(variables).tolist()
+
+        order = turns(9)
+        seen = followed(order, hvd.rank(), train, look, barrier)
+        optimizer.synchronizer.finalize()
+        lines = read_run_log(folder)[hvd.rank()]
+        results[name] = [order, seen, [line["message_norm"] for line in lines if line["event"] == "exchanged"]]
     return results
 
 

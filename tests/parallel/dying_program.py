@@ -3,6 +3,7 @@
 mpirun --enable-recovery -np 3 python -m tests.parallel.dying_program FOLDER ALGORITHM VICTIM WHERE MORE
 
 Without a launcher, RANK and WORLD_SIZE say which rank this is, and ranks of PyTorch meet in FOLDER/rendezvous.
+With WHERE = adopting it dies after finalize(), before the others adopt.
 With WHERE = waited it dies when all others wait for it in finalize(), and the center lies in FOLDER/center.safetensors.
 """
 
@@ -22,6 +23,7 @@ import numpy as np
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory
 from hvd_periodic.comm.mpi import MPICommunicator
 from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer
+from tests.parallel.program import attempt
 
 SIZE, RATE, KILLED_AT = 1000, 0.25, 6
 
@@ -65,8 +67,8 @@ def die_waited_for(folder: Path, rank: int, size: int, x: np.ndarray) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def of_torch(folder: Path, more: dict[str, Any]) -> tuple[Any, np.ndarray, Any]:
-    """Return an optimizer over Horovod, the memory of its parameter, and what takes a step by a gradient.
+def of_torch(folder: Path, more: dict[str, Any]) -> tuple[Any, np.ndarray, Any, Any]:
+    """Return an optimizer over Horovod, the memory of its parameter, what takes a step by a gradient, and the model.
 
     Over torch.distributed, if no launcher has started this process.
     """
@@ -83,17 +85,17 @@ def of_torch(folder: Path, more: dict[str, Any]) -> tuple[Any, np.ndarray, Any]:
 
         hvd.init()
     parameter = torch.nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
-    inner = torch.optim.SGD([parameter], lr=1.0)
-    optimizer = hvdp.ElasticAverageOptimizer(inner, [("x", parameter)], 1, RATE, asynchronous=True, **more)
+    model, inner = torch.nn.ParameterDict({"x": parameter}), torch.optim.SGD([parameter], lr=1.0)
+    optimizer = hvdp.ElasticAverageOptimizer(inner, model, 1, RATE, asynchronous=True, **more)
 
     def step(gradient: np.ndarray) -> None:
         parameter.grad = torch.from_numpy(gradient)
         optimizer.step()
 
-    return optimizer, parameter.detach().numpy(), step
+    return optimizer, parameter.detach().numpy(), step, model
 
 
-def of_numpy(algorithm: str, more: dict[str, Any]) -> tuple[Any, np.ndarray, Any]:
+def of_numpy(algorithm: str, more: dict[str, Any]) -> tuple[Any, np.ndarray, Any, Any]:
     """Return the same over MPI alone."""
     x = np.zeros(SIZE)
     common: dict[str, Any] = {"asynchronous": True, "process_set": MPICommunicator(), **more}
@@ -102,24 +104,26 @@ def of_numpy(algorithm: str, more: dict[str, Any]) -> tuple[Any, np.ndarray, Any
         if algorithm == "easgd"
         else AGNOptimizer(SGD(OUTER_RATE, MOMENTUM), {"x": x}, 1, **common)
     )
-    return optimizer, x, lambda gradient: optimizer.step([gradient])
+    return optimizer, x, lambda gradient: optimizer.step([gradient]), {"x": x}
 
 
 def main(folder: Path, algorithm: str, victim: int, where: str, more: int) -> None:
     """Train until the victim has died, and then so many more steps."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = {"center_file": folder / "center.safetensors"} if where == "waited" else {}
-    optimizer, x, step = of_torch(folder, options) if algorithm == "torch" else of_numpy(algorithm, options)
+    optimizer, x, step, model = of_torch(folder, options) if algorithm == "torch" else of_numpy(algorithm, options)
     communicator = optimizer.synchronizer.membership.communicator
     rank = communicator.rank
     steps = after = 0
-    while after < more:
+    while after < more or where == "adopting":
         if where == "waited" and steps == KILLED_AT:
             if rank == victim:
                 die_waited_for(folder, rank, communicator.size, x)
             report(folder, rank, x=x, steps=steps)
             break
-        if where != "waited" and rank == victim and steps == KILLED_AT - 1:
+        if where == "adopting" and steps == KILLED_AT:
+            break
+        if where in ("inside", "between") and rank == victim and steps == KILLED_AT - 1:
             if where == "between":
                 report(folder, rank, x=x, steps=steps)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -128,10 +132,16 @@ def main(folder: Path, algorithm: str, victim: int, where: str, more: int) -> No
         steps += 1
         after += bool(communicator.dead_ranks())
     optimizer.synchronizer.finalize()
+    told = ""
+    if where == "adopting":
+        if rank == victim:
+            report(folder, rank, x=x, steps=steps)
+            os.kill(os.getpid(), signal.SIGKILL)
+        told = attempt(lambda: optimizer.adopt(model))
     own, state = x.copy(), optimizer.synchronizer.exchanger.optimizer_state()
     velocity = state["velocities"][0] if algorithm == "agn" else None
     with optimizer.center():
-        report(folder, rank, x=own, steps=steps, center=x, lost=communicator.dead_ranks(), velocity=velocity)
+        report(folder, rank, x=own, steps=steps, center=x, lost=communicator.dead_ranks(), velocity=velocity, told=told)
     print(f"Rank {rank} is at its end", flush=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -284,6 +285,66 @@ def target(rank: int, step: int) -> list[float]:
     return [math.sin((i + 1) * (rank + 1) + step) for i in range(SIZE)]
 
 
+def policies_of(scenario: Any) -> dict[str, str]:
+    """Return the policies of further parameters in a scenario, as far as the equations below know them.
+
+    ``led`` is the root's at every exchange. A step touches some rows of ``table``. Where the last collective matters,
+    there are none: each takes more of them.
+    """
+    one_level = not (scenario.inner or scenario.overlap or getattr(scenario, "fragments", 1) > 1)
+    one_level &= all(event.what != "after" for event in getattr(scenario, "events", ()))
+    tables = one_level and scenario.center == "replicated" and not getattr(scenario, "int8", False)
+    return ({"led": "broadcast"} if one_level else {}) | ({"table": "rows"} if tables else {})
+
+
+def touched(rank: int, step: int) -> np.ndarray:
+    """Return which rows of a table a step of a rank touches, as 0 and 1: in some rounds nobody touches a row."""
+    return np.array([float((rank + 2 * step + 3 * k) % 7 == 0) for k in range(SIZE)])
+
+
+def table_momentum(algorithm: str) -> float:
+    """Return the momentum with which a table is trained: elastic averaging refuses one, as it moves all rows."""
+    return 0.0 if algorithm == "easgd" else MOMENTUM
+
+
+def led_target(rank: int) -> float:
+    """Return where a rank descends to with ``led``."""
+    return 0.25 + rank
+
+
+def led_after(stretches: Sequence[tuple[int, Sequence[int]]], steps: int = STEPS) -> float:
+    """Return ``led`` on all workers at the end, by the equations; arguments as of :func:`expected`."""
+    center, workers = 0.0, dict[int, tuple[float, float]]()
+    for (begin, processes), end in zip(stretches, [*(step for step, _ in stretches[1:]), steps], strict=True):
+        workers = {process: workers.get(process, (center, 0.0)) for process in processes}
+        for step in range(begin + 1, end + 1):
+            for rank, (process, (x, velocity)) in enumerate(workers.items()):
+                velocity = MOMENTUM * velocity + x - led_target(rank)
+                workers[process] = x - RATE * velocity, velocity
+            if step % PERIOD == 0:
+                center, _ = workers[processes[0]]
+                workers = {process: (center, velocity) for process, (_, velocity) in workers.items()}
+    return center
+
+
+def check_further(
+    end: dict[str, Any],
+    algorithm: str,
+    stretches: Sequence[tuple[int, Sequence[int]]],
+    rank: int,
+    steps: int = STEPS,
+) -> None:
+    """Check what a rank has of the further parameters at its end, and their center."""
+    if "led" in end:
+        np.testing.assert_allclose(end["led"], [led_after(stretches, steps)], rtol=0, atol=1e-12)
+        assert end["led_center"] == end["led"]
+    if "table" in end:
+        center, workers = expected(algorithm, stretches, steps=steps, of_table=True)
+        np.testing.assert_allclose(end["table_center"], center, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(end["table"], list(workers.values())[rank].x, rtol=0, atol=1e-12)
+        assert any(end["table_center"])
+
+
 def expected(
     algorithm: str,
     stretches: Sequence[tuple[int, Sequence[int]]],
@@ -295,6 +356,7 @@ def expected(
     int8: bool = False,
     steps: int = STEPS,
     forgetting: Sequence[Collection[int]] | None = None,
+    of_table: bool = False,
 ) -> tuple[np.ndarray, dict[int, Worker]]:
     """Return center and workers, by the equations and one after the other.
 
@@ -311,6 +373,7 @@ def expected(
         steps: in all.
         forgetting: of each stretch, the ranks that begin it without what they have not sent of sums. Between two
             stretches, the ranks may have changed more than once, before any exchange.
+        of_table: the values are the rows of a table, of which a step touches some.
     """
     center, momentum, mean = np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
     workers: dict[int, Worker] = {}
@@ -335,9 +398,9 @@ def expected(
             workers[process].x = workers[process].inner[0].copy()
         for step in range(begin, end):
             for rank, worker in enumerate(workers.values()):
-                g = worker.x - target(rank, step)
+                g = (worker.x - target(rank, step)) * (touched(rank, step) if of_table else 1.0)
                 worker.accumulated += g
-                worker.velocity = MOMENTUM * worker.velocity + g
+                worker.velocity = (table_momentum(algorithm) if of_table else MOMENTUM) * worker.velocity + g
                 worker.x = worker.x - RATE * worker.velocity
                 worker.mean = (worker.mean + target(rank, step)) / 2
             for host in hosts if inner and (step + 1) % INNER_PERIOD == 0 else ():

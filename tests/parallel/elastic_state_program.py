@@ -19,6 +19,7 @@ from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.torch import elastic
 from tests.parallel import elastic_scenarios as scenarios
 from tests.parallel.elastic_events import begin, end, happen
+from tests.parallel.elastic_torch_model import Further
 
 
 def main(scenario: scenarios.Scenario) -> None:
@@ -28,12 +29,15 @@ def main(scenario: scenarios.Scenario) -> None:
         HorovodCommunicator.piggyback_limit_bytes = 0
     model = torch.nn.Module()
     model.x = torch.nn.Parameter(torch.zeros(scenarios.SIZE, dtype=torch.float64))
-    local = torch.optim.SGD(model.parameters(), lr=scenarios.RATE, momentum=scenarios.MOMENTUM)
+    policies = scenarios.policies_of(scenario)
+    further = Further(model, policies)
+    local = further.optimizer(scenario.algorithm)
     algorithm = {"easgd": hvdp.EASGD, "averaging": hvdp.Averaging, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
     if scenario.inner:
         of_host, ranks = algorithm[scenario.inner](), hvdp.node_ranks if scenario.grouped else None
         local = hvdp.PeriodicOptimizer(local, model, of_host, scenarios.INNER_PERIOD, process_set=ranks)
     options = {"overlap": scenario.overlap, "center": scenario.center, "timeout_seconds": scenario.timeout}
+    options["parameters"] = policies
     optimizer = hvdp.PeriodicOptimizer(local, model, algorithm[scenario.algorithm](), scenarios.PERIOD, **options)
     state = elastic.State(model, optimizer, commit="exchange", batch=0)
     state.register_reset_callbacks([lambda: optimizer.param_groups[0].update(note=hvd.size())])
@@ -45,14 +49,15 @@ def main(scenario: scenarios.Scenario) -> None:
             step = state.batch
             happen(scenario.events, step, hvd.rank(), hvd.size(), state, HorovodCommunicator)
             model.x.grad = model.x.detach() - torch.tensor(scenarios.target(hvd.rank(), step), dtype=torch.float64)
+            further.descend(hvd.rank(), step)
             state.batch += 1
             optimizer.step()
         optimizer.finalize()
 
     train(state)
     with optimizer.center():
-        center = model.x.tolist()
-    found = {"x": model.x.tolist(), "center": center, "note": optimizer.param_groups[0]["note"]}
+        center = {"center": model.x.tolist(), **further.values("_center")}
+    found = {"x": model.x.tolist(), **further.values(), **center, "note": optimizer.param_groups[0]["note"]}
     end(hvd.rank(), **found, steps=optimizer.synchronizer.local_steps, batch=state.batch)
 
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 import hvd_periodic.torch as hvdp
 from tests.parallel.elastic_events import FOLDER, begin, end
-from tests.parallel.elastic_scenarios import INNER_PERIOD, MOMENTUM, PERIOD, RATE, SIZE, target
+from tests.parallel.elastic_scenarios import INNER_PERIOD, PERIOD, SIZE, policies_of, target
+from tests.parallel.elastic_torch_model import Further
 from tests.parallel.rendezvous_scenarios import (
     DOWN,
     EVENTS,
@@ -57,10 +58,11 @@ def goes_on(scenario: Scenario, step: int, worker: int) -> bool:
 class Quadratics(torch.nn.Module):
     """Each rank and each step has another one; ``own`` is the worker's and begins with its number."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, policies: dict[str, str]) -> None:
         super().__init__()
         self.x, self.y = (torch.nn.Parameter(torch.zeros(SIZE // 2, dtype=torch.float64)) for _ in range(2))
         self.own = torch.nn.Parameter(torch.tensor([number], dtype=torch.float64))
+        self.further = Further(self, policies)
 
     def descend(self, step: int) -> None:
         """Set the gradients of a step."""
@@ -68,6 +70,7 @@ class Quadratics(torch.nn.Module):
         for parameter, point in zip((self.x, self.y), to, strict=True):
             parameter.grad = parameter.detach() - point if parameter.requires_grad else None
         self.own.grad = self.own.detach() - OWN_TARGET
+        self.further.descend(dist.get_rank(), step)
 
 
 class Digits(torch.nn.Module):
@@ -80,6 +83,7 @@ class Digits(torch.nn.Module):
 
         torch.manual_seed(0)
         self.network = digits_torch.build_model()
+        self.further = Further(self, {})
         self._training, self._test = (data.tensors for data in digits_torch.data())
 
     def descend(self, step: int) -> None:
@@ -106,12 +110,12 @@ def forgets_sums(optimizer: hvdp.PeriodicOptimizer) -> bool:
 
 def main(scenario: Scenario, number: int) -> None:
     """Train."""
-    model = Digits() if scenario.digits else Quadratics(number)
+    policies = {} if scenario.digits else {"own": "local", **policies_of(scenario)}
+    model = Digits() if scenario.digits else Quadratics(number, policies)
     if isinstance(model, Quadratics):
         model.y.requires_grad = not scenario.thaws
-    local = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    local = model.further.optimizer(scenario.algorithm)
     algorithms = {"easgd": hvdp.EASGD, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
-    policies: Any = {} if scenario.digits else {"own": "local"}
     inner: Any = local
     if scenario.inner:
         inner = hvdp.PeriodicOptimizer(local, model, algorithms[scenario.inner](), INNER_PERIOD, parameters=policies)
@@ -158,14 +162,15 @@ def main(scenario: Scenario, number: int) -> None:
     replica = values(model)
     with optimizer.center():
         center = values(model)
-        accuracy = model.accuracy() if isinstance(model, Digits) else None
-    more = {"own": model.own.item(), "number": number} if isinstance(model, Quadratics) else {"accuracy": accuracy}
+        more = {"accuracy": model.accuracy()} if isinstance(model, Digits) else model.further.values("_center")
+    if isinstance(model, Quadratics):
+        more |= {"own": model.own.item(), "number": number, **model.further.values()}
     end(dist.get_rank(), x=replica, center=center, steps=optimizer.synchronizer.local_steps, batch=state.batch, **more)
 
 
 def values(model: torch.nn.Module) -> list[float]:
     """Return all parameters that are exchanged."""
-    exchanged = [each for name, each in model.named_parameters() if name != "own"]
+    exchanged = [each for name, each in model.named_parameters() if name in "xy" or "." in name]
     found: list[float] = torch.cat([each.detach().reshape(-1) for each in exchanged]).tolist()
     return found
 

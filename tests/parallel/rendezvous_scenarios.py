@@ -85,6 +85,7 @@ SCENARIOS = {
     "killed, with fragments of 8 bits in flight": Scenario(
         "diloco", workers=2, wait_size=1, fragments=2, overlap=2, int8=True
     ),
+    "killed, with a table, of which rows travel": Scenario("easgd", workers=2, wait_size=1),
     "stopped, and joins again": Scenario("agn", what="stop", workers=2, wait_size=1),
     "raises an error, and lives on": Scenario("agn", "sharded", what="raise", again=False, lost=10_000),
 }

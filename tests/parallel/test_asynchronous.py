@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import bounded_oracle
 from tests.helpers import random_arrays
 from tests.parallel.launch import LAUNCHERS, run_scenarios, start
 from tests.parallel.left_out_in_turn import ALGORITHMS, Slow, order_of
@@ -23,10 +24,10 @@ pytestmark = pytest.mark.timeout(200)
 
 PROGRAM = "asynchronous_scenarios"
 MODES = ("window", "service", "sharded")
-OF_LIBRARY = ("descriptions", "messages", "conservation", "elastic_in_turn", "stopped_inside", "refused")
+OF_LIBRARY = ("descriptions", "messages", "conservation", "elastic_in_turn", "stopped_inside", "refused", "apart")
 """What ranks do to reach each other."""
 
-ON_HOSTS = ("descriptions", "conservation", "elastic_in_turn")
+ON_HOSTS = ("descriptions", "conservation", "elastic_in_turn", "bounded_in_turn")
 """Scenarios of hosts that may share memory, as emulated ones do."""
 
 WITHOUT_MPI4PY = "WITHOUT_MPI4PY"
@@ -137,6 +138,13 @@ def check_elastic_in_turn(reports: Reports, modes: tuple[str, ...]) -> None:
             for (x, c), expected_x, expected_c in zip(report["seen"], replicas, centers, strict=True):
                 assert x == pytest.approx([expected_x[rank]] * 5, rel=1e-12)
                 assert c == pytest.approx([expected_c] * 5, rel=1e-12)
+
+
+def check_bounded_in_turn(reports: Reports, modes: tuple[str, ...]) -> None:
+    for mode in modes:
+        for name in column(reports, "bounded_in_turn", mode)[0]:
+            orders, seen, norms = zip(*column(reports, "bounded_in_turn", mode, name), strict=True)
+            bounded_oracle.check(name, orders[0], seen, norms)
 
 
 def check_staleness(reports: Reports, modes: tuple[str, ...]) -> None:
@@ -258,6 +266,16 @@ def test_adopted_after_finalize(ranks: Reports, mode: str) -> None:
     for report in reports:
         np.testing.assert_allclose(report["adopted"], report["alone"], rtol=1e-12)
         assert report["left"] == reports[0]["left"] != [1.0] * 4
+
+
+def test_messages_are_bounded(ranks: Reports) -> None:
+    check_bounded_in_turn(ranks, MODES)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_adopt_while_others_finalize(ranks: Reports, mode: str) -> None:
+    for error in of_mode(ranks, "apart", mode):
+        assert len(ranks) == 1 or error.startswith("DifferentCallsError: Ranks are in different calls: finalize() of")
 
 
 def test_staleness(ranks: Reports) -> None:
@@ -388,6 +406,10 @@ def test_conservation_on_two_hosts(hosts: Reports) -> None:
 def test_in_turn_on_two_hosts(hosts: Reports) -> None:
     check_elastic_in_turn(hosts, MODES[1:])
     check_staleness(hosts, MODES[1:])
+
+
+def test_messages_are_bounded_on_two_hosts(hosts: Reports) -> None:
+    check_bounded_in_turn(hosts, MODES[1:])
 
 
 def test_accumulated_gradient_normalization_on_two_hosts(hosts: Reports) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import bounded_oracle
 from tests.parallel.launch import run_scenarios
 from tests.parallel.left_out_in_turn import ALGORITHMS, Slow, order_of
 from tests.parallel.program import column, skip
@@ -29,11 +30,11 @@ OF_ONE = (
 
 JOBS = [
     ("mpirun", 1, *OF_ONE),
-    ("mpirun, MPI", 2, "in_turn", "conservation", "stopped_inside"),
+    ("mpirun, MPI", 2, "in_turn", "bounded_in_turn", "conservation", "stopped_inside"),
     thorough(("mpirun", 1)),
     thorough(("mpirun", 3)),
     thorough(("mpirun, MPI", 2, "resume")),
-    thorough(("mpirun, MPI", 3, "in_turn", "conservation", "uneven_data", "several", "refusals")),
+    thorough(("mpirun, MPI", 3, "in_turn", "bounded_in_turn", "conservation", "uneven_data", "several", "refusals")),
     ("horovodrun --gloo", 2, "uneven_data"),
     thorough(("horovodrun --gloo", 2, "in_turn", "uneven_data")),
 ]
@@ -155,6 +156,13 @@ def test_one_rank_at_a_time(name: str, ranks: list[dict[str, Any]]) -> None:
                 assert c == pytest.approx([centers[turn]] * 3, rel=tolerance), (mode, report["loop"], turn)
             assert [report["rounds"], report["missed"], report["staleness"]] == counters[rank], (mode, report["loop"])
             assert report["final"] == found[0]["final"]
+
+
+def test_messages_are_bounded(ranks: list[dict[str, Any]]) -> None:
+    for _, reports in by_mode(ranks, "bounded_in_turn"):
+        for name in reports[0]:
+            orders, seen, norms = zip(*column(reports, name), strict=True)
+            bounded_oracle.check(name, orders[0], seen, norms)
 
 
 def test_a_rank_that_is_not_finite_starts_again_from_the_center(ranks: list[dict[str, Any]]) -> None:

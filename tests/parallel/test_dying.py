@@ -135,6 +135,37 @@ def test_the_others_go_on_without_mpi(victim: int, where: str, transport: str, t
         assert reports[living[0]]["center"][end] == pytest.approx(pulled, rel=1e-9)
 
 
+def check_adopting(victim: int, reports: dict[int, Any]) -> None:
+    living = [rank for rank in range(SIZE) if rank != victim]
+    for rank in living:
+        assert reports[rank]["told"].startswith("RuntimeError: adopt() is not available after ranks have died")
+        assert reports[rank]["center"] == reports[living[0]]["center"], "the final center stays"
+    for end in range(2):
+        pulled = sum(report["steps"] * (1 + rank) - report["x"][end] for rank, report in reports.items())
+        assert reports[living[0]]["center"][end] == pytest.approx(pulled, rel=1e-9)
+
+
+@pytest.mark.parametrize(("algorithm", "victim"), [("easgd", 0), thorough("easgd", 2), thorough("torch", 1)])
+def test_a_death_between_finalize_and_adopt_is_an_error_on_the_others(
+    algorithm: str, victim: int, tmp_path: Path
+) -> None:
+    code, output, reports = job(tmp_path, algorithm, victim, "adopting", 0, RECOVERS)
+    assert output.count("is at its end") == SIZE - 1, output
+    assert code == 0, output
+    check_adopting(victim, reports)
+
+
+@pytest.mark.parametrize(
+    ("victim", "transport"), [thorough(0, "window"), (2, "service"), thorough(1, "service"), thorough(0, "service")]
+)
+def test_a_death_between_finalize_and_adopt_is_an_error_on_the_others_without_mpi(
+    victim: int, transport: str, tmp_path: Path
+) -> None:
+    codes, outputs, reports = processes(tmp_path, victim, "adopting", transport)
+    assert [codes[rank] for rank in range(SIZE) if rank != victim] == [0, 0], outputs
+    check_adopting(victim, reports)
+
+
 def test_the_others_end_without_the_center(tmp_path: Path) -> None:
     """Its holder was killed: their next exchange names it."""
     codes, outputs, reports = processes(tmp_path, 0, "between", "service")

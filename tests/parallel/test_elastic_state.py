@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import PATIENCE
-from tests.parallel.elastic_scenarios import KERAS, SCENARIOS, STEPS, Scenario, expected
+from tests.parallel.elastic_scenarios import KERAS, SCENARIOS, STEPS, Scenario, check_further, expected, policies_of
 from tests.parallel.launch import ROOT, run_elastic
 from tests.parallel.tiers import thorough
 
@@ -71,6 +71,8 @@ def check(name: str, scenario: Scenario, framework: str, tmp_path: Path) -> None
         np.testing.assert_allclose(end["center"], center, rtol=0, atol=1e-12)
         np.testing.assert_allclose(end["x"], worker.x, rtol=0, atol=1e-12)
         np.testing.assert_allclose(end.get("mean", worker.mean), worker.mean, rtol=0, atol=1e-12)
+        check_further(end, scenario.algorithm, stretches, rank)
+        assert framework != "torch" or end.keys() >= policies_of(scenario).keys()
 
 
 @pytest.mark.thorough

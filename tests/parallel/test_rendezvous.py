@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import PATIENCE
-from tests.parallel.elastic_scenarios import PERIOD, SIZE, expected
+from tests.parallel.elastic_scenarios import PERIOD, SIZE, check_further, expected, policies_of
 from tests.parallel.rendezvous_job import Job, numbered, rendezvous
 from tests.parallel.rendezvous_scenarios import KERAS, KERAS_COMPILED, SCENARIOS, THOROUGH, own_after
 
@@ -113,6 +113,8 @@ def check(job: Job) -> list[list[int]]:
         assert (end["pid"], end["steps"], end["batch"]) == (process, scenario.steps, scenario.steps), job.output()
         np.testing.assert_allclose(end["center"][known], center[known], rtol=0, atol=tolerance)
         np.testing.assert_allclose(end["x"][known], worker.x[known], rtol=0, atol=tolerance)
+        check_further(end, scenario.algorithm, numbered(stretches), rank, scenario.steps)
+        assert of_keras or end.keys() >= policies_of(scenario).keys()
         assert end["center"] == job.end(0)["center"]
         assert all(end["center"])
         np.testing.assert_allclose(end.get("mean", worker.mean), worker.mean, rtol=0, atol=tolerance)

@@ -454,6 +454,34 @@ def test_it_is_refused_once_a_rank_has_died(knowing: set[int], kind: dict[str, A
     run_ranks(3, job)
 
 
+@pytest.mark.parametrize("elsewhere", ["finalize", "step"])
+@pytest.mark.parametrize("alone", [{2}, {0}, {0, 1}], ids=str)
+@pytest.mark.parametrize("kind", [{"asynchronous": True}, {"quorum": 2, "grace_seconds": 0.0}], ids=str)
+def test_ranks_in_another_call_are_an_error_everywhere(kind: dict[str, Any], alone: set[int], elsewhere: str) -> None:
+    """They finalize again, or first train on, and wait for nobody in this; then all make the same calls again."""
+
+    def job(comm: Communicator) -> str:
+        model = started()
+        optimizer = made(comm, model, "easgd", **kind)
+        train(optimizer, model, comm.rank, 1)
+        optimizer.finalize()
+        with pytest.raises(RuntimeError) as caught:
+            if comm.rank not in alone:
+                optimizer.adopt({"w": model["w"]})
+            if elsewhere == "step":
+                train(optimizer, model, comm.rank, PERIOD)
+            optimizer.finalize()
+        optimizer.finalize()
+        optimizer.adopt({"w": model["w"]})
+        train(optimizer, {"w": model["w"]}, comm.rank, PERIOD)
+        optimizer.finalize()
+        return str(caught.value)
+
+    calls = "finalize() of optimizer 1, adopt() of optimizer 1"
+    text = f"Ranks are in different calls: {calls}. All ranks must make the same calls in the same order"
+    assert run_ranks(3, job) == [text] * 3
+
+
 def test_groups_in_lockstep_are_refused() -> None:
     def job(comm: Communicator) -> None:
         model = started()

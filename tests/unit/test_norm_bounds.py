@@ -261,8 +261,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "median of the mean": ({"max_mean_norm": "median"}, TypeError, r"`max_mean_norm`.*Received: 'median'"),
     "no number": ({"max_message_norm": [1]}, TypeError, r"`max_message_norm`.*Received: \[1\]"),
     "no outer step": ({"max_mean_norm": 1.0}, ValueError, "`max_mean_norm` is for algorithms whose center takes"),
-    "asynchronous": ({"max_message_norm": 1.0, "asynchronous": True}, ValueError, "`max_message_norm` is for synchr"),
-    "asynchronous mean": ({"max_mean_norm": 1.0, "asynchronous": True}, ValueError, "`max_mean_norm` is for synchr"),
     "present": (
         {"max_message_norm": 1.0, "parameters": {"x": "present"}},
         ValueError,

@@ -22,6 +22,7 @@ from hvd_periodic import (
     SlowMo,
 )
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
+from tests import oracle
 from tests.covering import covering
 from tests.helpers import Array, errors, run_ranks
 
@@ -43,33 +44,31 @@ WAYS: dict[str, dict[str, Any]] = {
     "state": {"optimizer_state": "average"},
 }
 POLICIES = {"expert.*": "local", "router": "broadcast"}
-STEPS, PERIOD, ROOT = 7, 2, 1
+PERIOD, ROOT = 2, 1
 
 Model = dict[str, Array]
 
 
 def everything(rank: int) -> Model:
     """Return a model with an expert in it whose name and shape are the rank's own."""
-    return {"x": np.array([1.0, -2.0, 0.5]), f"expert.{rank}": np.full(rank + 1, 1.0), "y": np.ones(2), **router()}
-
-
-def router() -> Model:
-    return {"router": np.array([0.25, 4.0])}
+    start = np.array(oracle.START)
+    return {"x": start.copy(), f"expert.{rank}": start[: rank + 1].copy(), "y": np.ones(2), "router": start}
 
 
 def gradients_of(rank: int, model: Model) -> dict[str, Array]:
-    """Return gradients of ½ h ‖x − b‖², with curvature and minimum of the rank's own."""
-    return {name: (0.5 + 0.25 * rank) * (x - (1.5 - rank)) for name, x in model.items()}
+    return {name: np.array(oracle.gradient(rank, x.tolist())) for name, x in model.items()}
 
 
-def made(model: Model, communicator: Communicator, algorithm: str, **options: Any) -> PeriodicOptimizer:
-    local = SGD(0.1, momentum=0.5)
+def made(
+    model: Model, communicator: Communicator, algorithm: str, rates: tuple[float, float] = (0.1, 0.5), **options: Any
+) -> PeriodicOptimizer:
+    local = SGD(*rates)
     return PeriodicOptimizer(
         local, model, ALGORITHMS[algorithm](), PERIOD, process_set=communicator, root_rank=ROOT, **options
     )
 
 
-def trained(model: Model, optimizer: PeriodicOptimizer, rank: int, steps: int = STEPS) -> list[list[Any]]:
+def trained(model: Model, optimizer: PeriodicOptimizer, rank: int, steps: int = oracle.STEPS) -> list[list[Any]]:
     """Return the values after each step, in the order of names, and those of the center at the end."""
     seen = []
     for _ in range(steps):
@@ -86,42 +85,21 @@ def test_the_rest_is_exchanged_as_if_it_were_alone(algorithm: str, way: str) -> 
 
     def by_pattern(communicator: Communicator) -> Any:
         model = everything(communicator.rank)
-        optimizer = made(model, communicator, algorithm, parameters=POLICIES, **WAYS[way])
+        optimizer = made(model, communicator, algorithm, rates, parameters=POLICIES, **WAYS[way])
         return trained(model, optimizer, communicator.rank)
 
     def alone(communicator: Communicator) -> Any:
         model = {name: x for name, x in everything(0).items() if name in "xy"}
-        return trained(model, made(model, communicator, algorithm, **WAYS[way]), communicator.rank)
+        return trained(model, made(model, communicator, algorithm, rates, **WAYS[way]), communicator.rank)
 
+    rates, own = (oracle.RATE, oracle.MOMENTUM), oracle.local(3, oracle.MOMENTUM)
+    led, center = oracle.broadcast(3, oracle.periodic(PERIOD), ROOT, oracle.MOMENTUM)
     for rank, (found, expected) in enumerate(zip(run_ranks(3, by_pattern), run_ranks(3, alone), strict=True)):
         assert [[x, y] for x, _, y, _ in found] == expected
-        assert [expert for _, expert, _, _ in found] == descended(everything(rank)[f"expert.{rank}"], rank)
-        if way != "state":
-            assert [led for *_, led in found] == of_the_root(rank)
-
-
-def descended(x: Array, rank: int) -> list[Any]:
-    """Return the values of a parameter after each local step, and once more."""
-    x, local, seen = x.copy(), SGD(0.1, momentum=0.5), []
-    for _ in range(STEPS):
-        local.step([x], list(gradients_of(rank, {"": x}).values()))
-        seen.append(x.tolist())
-    return [*seen, seen[-1]]
-
-
-def of_the_root(rank: int) -> list[Any]:
-    """Return the values of a parameter that the root gives to all, and those of its center."""
-    arrays, optimizers = [router()["router"] for _ in range(3)], [SGD(0.1, momentum=0.5) for _ in range(3)]
-    seen, center = [], arrays[ROOT].tolist()
-    for step in range(1, STEPS + 1):
-        for i, (x, local) in enumerate(zip(arrays, optimizers, strict=True)):
-            local.step([x], list(gradients_of(i, {"": x}).values()))
-        if step % PERIOD == 0:
-            center = arrays[ROOT].tolist()
-            for x in arrays:
-                x[:] = arrays[ROOT]
-        seen.append(arrays[rank].tolist())
-    return [*seen, center]
+        experts = [step[rank][: rank + 1] for step in [*own, own[-1]]]
+        np.testing.assert_allclose([expert for _, expert, _, _ in found], experts, rtol=1e-12)
+        following = [*(step[rank] for step in led), center]
+        np.testing.assert_allclose([router for *_, router in found], following, rtol=1e-12)
 
 
 def test_numbers_worked_out_by_hand() -> None:

@@ -239,7 +239,7 @@ def test_save_on_some_ranks_and_finalize_on_others_is_an_error() -> None:
 
 def test_who_ends_without_finalize_is_not_waited_for() -> None:
     rounds, clock = at_rest(Quorum(2, 0.5))
-    rounds.end(2)
+    rounds.stay_out(2, starts=True)
     rounds.come(0)
     clock.now = 9.0
     assert rounds.members() is None, "q is 2, and worker 1 trains"
