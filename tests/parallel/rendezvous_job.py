@@ -15,9 +15,18 @@ from typing import Any
 
 from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, environment, python
-from tests.parallel.rendezvous_scenarios import DOWN, EVENTS, ISLAND_EVENTS, KERAS, KERAS_COMPILED, SCENARIOS, THOROUGH
+from tests.parallel.rendezvous_scenarios import (
+    DOWN,
+    EVENTS,
+    ISLAND_EVENTS,
+    KERAS,
+    KERAS_COMPILED,
+    SAVES,
+    SCENARIOS,
+    THOROUGH,
+)
 
-JOBS = SCENARIOS | THOROUGH | DOWN | KERAS | KERAS_COMPILED | EVENTS | ISLAND_EVENTS
+JOBS = SCENARIOS | THOROUGH | DOWN | SAVES | KERAS | KERAS_COMPILED | EVENTS | ISLAND_EVENTS
 
 RANKS = 2
 """Of an island."""

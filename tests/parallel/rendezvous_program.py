@@ -19,10 +19,12 @@ import torch.distributed as dist
 import hvd_periodic.torch as hvdp
 from tests.parallel.elastic_events import FOLDER, begin, end
 from tests.parallel.elastic_scenarios import INNER_PERIOD, MOMENTUM, PERIOD, RATE, SIZE, target
+from tests.parallel.rendezvous_saves import Saves
 from tests.parallel.rendezvous_scenarios import (
     DOWN,
     EVENTS,
     OWN_TARGET,
+    SAVES,
     SCENARIOS,
     THOROUGH,
     Scenario,
@@ -104,18 +106,15 @@ def forgets_sums(optimizer: hvdp.PeriodicOptimizer) -> bool:
     return kept is None or not any(tensor.any() for tensor in kept.tensors())
 
 
-def main(scenario: Scenario, number: int) -> None:
-    """Train."""
-    model = Digits() if scenario.digits else Quadratics(number)
-    if isinstance(model, Quadratics):
-        model.y.requires_grad = not scenario.thaws
+def optimizer_of(scenario: Scenario, model: torch.nn.Module) -> hvdp.PeriodicOptimizer:
+    """Return the optimizer of a model."""
     local = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
     algorithms = {"easgd": hvdp.EASGD, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
     policies: Any = {} if scenario.digits else {"own": "local"}
     inner: Any = local
     if scenario.inner:
         inner = hvdp.PeriodicOptimizer(local, model, algorithms[scenario.inner](), INNER_PERIOD, parameters=policies)
-    optimizer = hvdp.PeriodicOptimizer(
+    return hvdp.PeriodicOptimizer(
         inner,
         model,
         algorithms[scenario.algorithm](),
@@ -127,7 +126,16 @@ def main(scenario: Scenario, number: int) -> None:
         timeout_seconds=scenario.timeout,
         parameters=policies,
     )
+
+
+def main(scenario: Scenario, number: int) -> None:
+    """Train."""
+    model = Digits() if scenario.digits else Quadratics(number)
+    if isinstance(model, Quadratics):
+        model.y.requires_grad = not scenario.thaws
+    optimizer = optimizer_of(scenario, model)
     state = State(model, optimizer, commit="exchange", batch=0, thawed=not scenario.thaws)
+    saves = Saves(scenario, model, optimizer)
 
     arrive(scenario, number)
 
@@ -136,9 +144,11 @@ def main(scenario: Scenario, number: int) -> None:
         steps, number = optimizer.synchronizer.local_steps, state.job._state.view.round
         forgets = {"forgotten": state.forgotten, "forgets_sums": forgets_sums(optimizer)}
         begin(dist.get_rank(), dist.get_world_size(), steps, round=number, **forgets)
+        saves.hear()
         while goes_on(scenario, state.batch, dist.get_rank()):
             step = state.batch
             if scenario.what != "events":
+                saves.begin(step)
                 happen(scenario, step, state)
             if step == scenario.thaws and not state.thawed:
                 model.y.requires_grad = state.thawed = True
@@ -159,7 +169,9 @@ def main(scenario: Scenario, number: int) -> None:
     with optimizer.center():
         center = values(model)
         accuracy = model.accuracy() if isinstance(model, Digits) else None
-    more = {"own": model.own.item(), "number": number} if isinstance(model, Quadratics) else {"accuracy": accuracy}
+    more: dict[str, Any] = {"accuracy": accuracy, "heard": saves.heard}
+    if isinstance(model, Quadratics):
+        more |= {"own": model.own.item(), "number": number}
     end(dist.get_rank(), x=replica, center=center, steps=optimizer.synchronizer.local_steps, batch=state.batch, **more)
 
 
@@ -171,4 +183,4 @@ def values(model: torch.nn.Module) -> list[float]:
 
 
 if __name__ == "__main__":
-    main((SCENARIOS | THOROUGH | DOWN | EVENTS)[sys.argv[1]], int(sys.argv[3]))
+    main((SCENARIOS | THOROUGH | DOWN | SAVES | EVENTS)[sys.argv[1]], int(sys.argv[3]))
