@@ -15,6 +15,7 @@ ranks look there for errors of the others.
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -273,11 +274,28 @@ class TorchRendezvous(ElasticJob):
         return timedelta(seconds=max(self._settings.lost_seconds, _CONNECTING))
 
     def _connected(self) -> Any:
-        """Return a connection to the store."""
+        """Return a connection to the store, for which torch tries twice.
+
+        Another kind of server, or one that is stopped, may accept it without an answer, for which torch waits forever.
+        """
         host, port = self._settings.host.strip("[]"), self._settings.port
-        connect: Any = dist.TCPStore  # type: ignore[attr-defined]  # Not in builds without torch.distributed.
+        open_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # Not in builds without torch.distributed.
         limit = timedelta(seconds=_CONNECTING)
-        store = connect(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+        found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def connect() -> None:
+            try:
+                found.put(open_store(host, port, is_master=False, timeout=limit, wait_for_workers=False))
+            except Exception as error:
+                found.put(error)
+
+        threading.Thread(target=connect, name="hvd_periodic.connect", daemon=True).start()
+        try:
+            store = found.get(timeout=4 * _CONNECTING)
+        except queue.Empty:
+            raise dist.DistNetworkError("The server there accepts connections, but does not answer") from None
+        if isinstance(store, Exception):
+            raise store
         store.set_timeout(self._patience)
         return store
 

@@ -121,7 +121,7 @@ class State(CommittedState):
                 f"`{loaders[0]}` is a loader whose sampler is an ElasticSampler, and its own state counts what it has "
                 "loaded, not what was trained on: put the sampler into the State instead, and leave the loader out"
             )
-        super().__init__(self._tracked, objects, FRONT_END.elastic_job(min_ranks, max_ranks))
+        super().__init__(self._tracked, objects, FRONT_END.elastic_job(min_ranks, max_ranks), commit)
         for periodic in self._periodic().values():
             periodic.after_adoption = self._after_adoption
         if commit == "exchange":

@@ -91,13 +91,18 @@ def test_fewer_than_the_minimum(port: int) -> None:
         join(settings(port, "few"))
 
 
-def test_a_rendezvous_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_rendezvous_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, listens: bool) -> None:
+    """Nothing is there; or another server, which accepts connections and does not answer."""
     monkeypatch.setattr(torch_rendezvous, "_CONNECTING", 0.5)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(ConnectionError, match=rf"The rendezvous at 127\.0\.0\.1:{port} cannot be reached"):
-        join(settings(port, "nowhere"))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        if listens:
+            other.listen()
+        message = rf"The rendezvous at 127\.0\.0\.1:{port} cannot be reached{'.* does not answer' * listens}"
+        with pytest.raises(ConnectionError, match=message):
+            join(settings(port, "nowhere"))
 
 
 @pytest.mark.parametrize(("lost", "patience"), [(60.0, 60.0), (1.0, 5.0)])
@@ -145,11 +150,14 @@ def test_another_model_or_secret(port: int) -> None:
         join(settings(port, "mine", secret="?"), model="a", version=1)
 
 
-def fingerprint(inputs: int = 2, algorithm: Any = None) -> dict[str, Any]:
+def fingerprint(
+    inputs: int = 2, algorithm: Any = None, period: int = 2, adam: bool = False, commit: Any = "call", **more: Any
+) -> dict[str, Any]:
     model = torch.nn.Linear(inputs, 1)
-    local = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvdp.PeriodicOptimizer(local, model, algorithm or hvdp.Averaging(), 2)
-    return hvdp.elastic.State(model, optimizer).fingerprint
+    local = (torch.optim.Adam if adam else torch.optim.SGD)(model.parameters(), lr=0.1 * inputs)
+    options = {name: more.pop(name) for name in ("center", "compression") if name in more}
+    optimizer = hvdp.PeriodicOptimizer(local, model, algorithm or hvdp.Averaging(), period, **options)
+    return hvdp.elastic.State(model, optimizer, commit=commit, **more).fingerprint
 
 
 @pytest.mark.parametrize(
@@ -157,7 +165,13 @@ def fingerprint(inputs: int = 2, algorithm: Any = None) -> dict[str, Any]:
     [
         ({}, f"the version of hvd_periodic: another here, {__version__} there."),
         ({"inputs": 3}, "`optimizer`: the parameters: 2, digest "),
-        ({"algorithm": hvdp.EASGD()}, "`optimizer`: the algorithm: EASGD("),
+        ({"algorithm": hvdp.EASGD()}, "`optimizer`: algorithm: EASGD("),
+        ({"period": 4}, "`optimizer`: schedule: Every(period=4) here, Every(period=2) there"),
+        ({"center": "root"}, "`optimizer`: place of the center: root here, replicated there"),
+        ({"compression": hvdp.Compression.int8}, "`optimizer`: compression: "),
+        ({"adam": True}, "`optimizer`: the model and its optimizer: digest "),
+        ({"commit": "exchange"}, "`commit` of the State: exchange here, call there"),
+        ({"epoch": 0}, "what the State keeps: epoch, model, optimizer here, model, optimizer there"),
     ],
 )
 def test_a_worker_of_another_training(
@@ -168,7 +182,7 @@ def test_a_worker_of_another_training(
         join(settings(port, what), **fingerprint())
     if not other:
         monkeypatch.setattr(state_module, "__version__", "another")
-    with pytest.raises(ValueError, match=f"at this rendezvous trains something else: {re.escape(what)}"):
+    with pytest.raises(ValueError, match=f"at this rendezvous trains something else: .*{re.escape(what)}"):
         join(settings(port, what), **fingerprint(**other))
 
 
