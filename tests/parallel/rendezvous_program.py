@@ -27,6 +27,7 @@ from tests.parallel.rendezvous_scenarios import (
     SAVES,
     SCENARIOS,
     THOROUGH,
+    UNDISTURBED,
     Scenario,
     read_file,
     replace_file,
@@ -106,6 +107,12 @@ def forgets_sums(optimizer: hvdp.PeriodicOptimizer) -> bool:
     return kept is None or not any(tensor.any() for tensor in kept.tensors())
 
 
+def center_of(model: torch.nn.Module, optimizer: hvdp.PeriodicOptimizer) -> list[float]:
+    """Return the center of what is exchanged; collective, and completes an exchange in flight."""
+    with optimizer.center():
+        return values(model)
+
+
 def optimizer_of(scenario: Scenario, model: torch.nn.Module) -> hvdp.PeriodicOptimizer:
     """Return the optimizer of a model."""
     local = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
@@ -142,8 +149,10 @@ def main(scenario: Scenario, number: int) -> None:
     @hvdp.elastic.run
     def train(state: Any) -> str:
         steps, number = optimizer.synchronizer.local_steps, state.job._state.view.round
-        forgets = {"forgotten": state.forgotten, "forgets_sums": forgets_sums(optimizer)}
-        begin(dist.get_rank(), dist.get_world_size(), steps, round=number, **forgets)
+        had = {"forgotten": state.forgotten, "forgets_sums": forgets_sums(optimizer)}
+        if scenario.what == "events" and not scenario.digits:
+            had |= {"x": values(model), "center": None if scenario.overlap else center_of(model, optimizer)}
+        begin(dist.get_rank(), dist.get_world_size(), steps, round=number, **had)
         saves.hear()
         while goes_on(scenario, state.batch, dist.get_rank()):
             step = state.batch
@@ -183,4 +192,4 @@ def values(model: torch.nn.Module) -> list[float]:
 
 
 if __name__ == "__main__":
-    main((SCENARIOS | THOROUGH | DOWN | SAVES | EVENTS)[sys.argv[1]], int(sys.argv[3]))
+    main((SCENARIOS | THOROUGH | DOWN | SAVES | EVENTS | UNDISTURBED)[sys.argv[1]], int(sys.argv[3]))

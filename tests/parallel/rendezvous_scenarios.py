@@ -143,6 +143,9 @@ EVENTS = {
 }
 """Jobs to which random events happen."""
 
+UNDISTURBED = {"digits, undisturbed": EVENTS["digits"]}
+"""What "digits" is compared with; nothing happens to it."""
+
 ISLAND_EVENTS = {
     "diloco, islands of DDP, in flight": Scenario("diloco", overlap=2, what="events", lost=5, inside="ddp"),
     "agn, islands of fully_shard, sharded": Scenario("agn", "sharded", what="events", lost=5, inside="fully_shard"),
