@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (  # noqa: E
 
 import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic.cli.main import main  # noqa: E402
-from hvd_periodic.comm import island_failures, torch_rendezvous  # noqa: E402
+from hvd_periodic.comm import island_failures, rendezvous_store, torch_rendezvous  # noqa: E402
 from hvd_periodic.comm.base import Communicator  # noqa: E402
 from hvd_periodic.comm.collective_tracker import CollectiveTracker, Wait  # noqa: E402
 from hvd_periodic.comm.elastic import RanksLostError  # noqa: E402
@@ -94,7 +94,7 @@ def test_fewer_than_the_minimum(port: int) -> None:
 @pytest.mark.parametrize("listens", [False, True])
 def test_a_rendezvous_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, listens: bool) -> None:
     """Nothing is there; or another server, which accepts connections and does not answer."""
-    monkeypatch.setattr(torch_rendezvous, "_CONNECTING", 0.5)
+    monkeypatch.setattr(rendezvous_store, "_CONNECTING", 0.5)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
@@ -108,7 +108,7 @@ def test_a_rendezvous_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, li
 @pytest.mark.parametrize(("lost", "patience"), [(60.0, 60.0), (1.0, 5.0)])
 def test_a_store_may_be_as_slow_as_a_worker(port: int, lost: float, patience: float) -> None:
     """It serves a busy host as well as the workers do, which count as lost after so many seconds."""
-    assert TorchRendezvous(settings(port, "slow", lost_seconds=lost))._connected().timeout.total_seconds() == patience
+    assert rendezvous_store.connected(settings(port, "slow", lost_seconds=lost)).timeout.total_seconds() == patience
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -116,7 +116,7 @@ def test_workers_of_a_round_wait_for_one_that_is_late(port: int, lost: bool) -> 
     """Before they connect, which has a time limit; until it has come, or is lost."""
     one, other = (TorchRendezvous(settings(port, f"late {lost}")) for _ in range(2))
     for job in (one, other):
-        job._store = job._connected()
+        job._store = rendezvous_store.connected(job._settings)
     with ThreadPoolExecutor(1) as thread:
         waits = thread.submit(one._await_all, _Round(3, 0, 2, False))
         while one._arrivals.wait is None:
