@@ -14,22 +14,16 @@ ranks look there for errors of the others.
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousGracefulExitError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from hvd_periodic.comm.agreement import build_on_all
@@ -37,8 +31,9 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.collective_tracker import CollectiveTracker, trackers
 from hvd_periodic.comm.elastic import ElasticJob, Function, RanksJoinInterrupt, RanksLostError, State
 from hvd_periodic.comm.island_failures import IslandFailures, IslandRankError
-from hvd_periodic.comm.rendezvous_settings import JOB, RANKS, SECRET, RendezvousSettings
-from hvd_periodic.comm.rendezvous_state import OtherSecretError, RendezvousState, View, require_same_terms
+from hvd_periodic.comm.rendezvous_settings import JOB, RendezvousSettings
+from hvd_periodic.comm.rendezvous_state import RendezvousState, View, require_same_terms
+from hvd_periodic.comm.rendezvous_store import JobOverError, connected, explained, patience, without_server
 from hvd_periodic.comm.torch_distributed import (
     TorchDistributedCommunicator,
     close_world,
@@ -49,9 +44,6 @@ from hvd_periodic.comm.torch_distributed import (
     take_part_as,
 )
 from hvd_periodic.logs import logger, set_up
-
-_CONNECTING = 5.0
-"""Seconds within which a rendezvous that can be reached accepts a connection."""
 
 _POLL = 0.05
 """Seconds, at most, between two looks whether all workers of a round have come."""
@@ -70,9 +62,6 @@ _IN_VAIN = 3
 
 _UNCONNECTED = 10
 """Rounds of the same workers in which they do not connect, without a commit in between: they cannot."""
-
-_NO_SERVER = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Environment variable with which torch's rendezvous starts no further store on rank 0."""
 
 
 @dataclass(frozen=True)
@@ -220,8 +209,8 @@ class TorchRendezvous(ElasticJob):
     def _connect(self, state: State) -> None:
         """Connect to the rendezvous; for the worker, check that it belongs to the job."""
         settings = self._settings
-        with self._explained():
-            self._store, self._signs = self._connected(), self._connected()
+        with explained(settings, lambda: self._view.taking_part):
+            self._store, self._signs = connected(settings), connected(settings)
             if self.island is not None and not self.island.is_first:
                 return
             mine = self._signs
@@ -249,7 +238,7 @@ class TorchRendezvous(ElasticJob):
                 settings.minimum,
                 settings.maximum,
                 own,
-                RendezvousTimeout(seconds, timedelta(seconds=_LAST_CALL), self._patience, self._patience),
+                RendezvousTimeout(seconds, timedelta(seconds=_LAST_CALL), patience(settings), patience(settings)),
                 self._interval,  # type: ignore[arg-type]  # Seconds, of which it makes a timedelta.
                 round(settings.lost_seconds / self._interval),
             )
@@ -262,24 +251,6 @@ class TorchRendezvous(ElasticJob):
     def _interval(self) -> float:
         """Seconds between two signs of life."""
         return min(self._settings.lost_seconds / _BEATS, _LOOKS)
-
-    @property
-    def _patience(self) -> timedelta:
-        """How long the store may take to answer, and workers of a round to tell others of themselves.
-
-        The next round waits as long for a worker that is lost, so giving up earlier would only end rounds of workers
-        that are slow.
-        """
-        return timedelta(seconds=max(self._settings.lost_seconds, _CONNECTING))
-
-    def _connected(self) -> Any:
-        """Return a connection to the store."""
-        host, port = self._settings.host.strip("[]"), self._settings.port
-        connect: Any = dist.TCPStore  # type: ignore[attr-defined]  # Not in builds without torch.distributed.
-        limit = timedelta(seconds=_CONNECTING)
-        store = connect(host, port, is_master=False, timeout=limit, wait_for_workers=False)
-        store.set_timeout(self._patience)
-        return store
 
     @property
     def _ranks(self) -> int:
@@ -311,7 +282,7 @@ class TorchRendezvous(ElasticJob):
 
     def _meet(self) -> tuple[_Round, Any]:
         """Take part in the next round of the rendezvous; return it, with its store."""
-        with self._explained(), _without_server():
+        with explained(self._settings, lambda: self._view.taking_part), without_server():
             before = self._view.round
             self._meets = True
             try:
@@ -333,7 +304,7 @@ class TorchRendezvous(ElasticJob):
         """
         position = 0 if self.island is None else self.island.ranks.rank
         key = f"hvd_periodic.{self._settings.job}.here.{found.number}.{position}"
-        with self._explained():
+        with explained(self._settings, lambda: self._view.taking_part):
             self._store.add(key, 1)
             self._arrivals.wait_for(0, lambda: self._store.add(key, 0) >= found.size, _POLL)
 
@@ -425,59 +396,9 @@ class TorchRendezvous(ElasticJob):
         if self._watch is not None:
             self._watch.join()
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Raise errors of the rendezvous in words of this package."""
-        settings = self._settings
-        place = f"{settings.host}:{settings.port}"
-        try:
-            yield
-        except OtherSecretError:
-            raise ValueError(
-                f"Job {settings.job!r} at {place} has another secret than this worker: set the same {SECRET} for all "
-                f"workers; or, for another job, another name in {JOB}"
-            ) from None
-        except RendezvousTimeoutError:
-            raise TimeoutError(
-                f"{self._view.taking_part} of at least {settings.minimum} workers have come to {place} in "
-                f"{settings.join_seconds:g} s, or they have not exchanged since: start more, or lower "
-                f"the minimum, `min_ranks` of the State or {RANKS}"
-            ) from None
-        except (RendezvousClosedError, RendezvousGracefulExitError):
-            raise JobOverError(
-                f"Job {settings.job!r} at {place} is over: for another job, start the rendezvous again, or set another "
-                f"name in {JOB}"
-            ) from None
-        except dist.DistStoreError as error:
-            raise RanksLostError(f"A process was lost while all ranks met: {error}") from error
-        except (RendezvousConnectionError, dist.DistError) as error:
-            reason = error.__cause__ or error
-            raise ConnectionError(
-                f"The rendezvous at {place} cannot be reached, without which no rank can join or be lost: start it "
-                f"with hvdp rendezvous --port {settings.port} on {settings.host}, before the workers. {reason}"
-            ) from None
-
-
-class JobOverError(RuntimeError):
-    """The ranks of the job have finished training."""
-
 
 def _end_wait(tracker: CollectiveTracker, error: Exception) -> None:
     """End the wait of this process among some ranks, if it waits and can be interrupted."""
     wait = tracker.wait
     if wait is not None and wait.raises and wait.error is None:
         wait.error = error
-
-
-@contextmanager
-def _without_server() -> Iterator[None]:
-    """Keep torch's rendezvous from starting a store on rank 0 inside the ``with`` block."""
-    before = os.environ.get(_NO_SERVER)
-    os.environ[_NO_SERVER] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_NO_SERVER]
-        else:
-            os.environ[_NO_SERVER] = before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +24,7 @@ from hvd_periodic.elastic.shards import (
     start_from_center,
 )
 from hvd_periodic.ranks import titled
+from hvd_periodic.sync.exchanger import settings_of
 
 _KEPT = 2
 """Number of commits to keep: when a rank is lost, the newest commits of two survivors differ by at most one."""
@@ -77,12 +78,15 @@ class CommittableOptimizer(Committable):
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        """The algorithm, a digest of names and shapes of the parameters, and the names of ``"local"`` ones."""
-        specs = [spec for group in self.synchronizer.tensor_groups for spec in group.values.layout.specs]
-        named = hashlib.sha256(repr([(spec.name, tuple(spec.shape)) for spec in specs]).encode()).hexdigest()[:12]
-        facts = {"the algorithm": repr(self.synchronizer.algorithm), "the parameters": f"{len(specs)}, digest {named}"}
-        local = sorted(self.synchronizer.replica.local_names)
-        return {**facts, **({"the 'local' parameters": local} if local else {})}
+        """The settings of exchanges, digests of what is exchanged, and the names of ``"local"`` parameters."""
+        synchronizer = self.synchronizer
+        specs = [spec for group in synchronizer.tensor_groups for spec in group.values.layout.specs]
+        return {
+            **settings_of(synchronizer.exchanger, synchronizer.policy),
+            "the parameters": f"{len(specs)}, digest {_digest((spec.name, tuple(spec.shape)) for spec in specs)}",
+            "the model and its optimizer": f"digest {_digest(synchronizer.replica.facts().items())}",
+            "the 'local' parameters": sorted(synchronizer.replica.local_names),
+        }
 
     @abstractmethod
     def rejoin(self, name: str) -> None:
@@ -144,6 +148,11 @@ class CommittableOptimizer(Committable):
 
     def ready(self) -> None:
         """Prepare for training once all ranks have their states; collective."""
+
+
+def _digest(values: Iterable[Any]) -> str:
+    """Return a digest of some values."""
+    return hashlib.sha256(repr(list(values)).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)

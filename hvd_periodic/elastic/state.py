@@ -74,14 +74,16 @@ class CommittedState(ABC):
         tracked: what has a state of its own, by name.
         objects: plain objects, by name, which all ranks take from one.
         job: decides which processes take part.
+        committed_at: when commits are made, as users say it.
 
     Attributes:
         commits: the commits of this rank.
         job: as given.
     """
 
-    def __init__(self, tracked: Mapping[str, Any], objects: Objects, job: ElasticJob) -> None:
+    def __init__(self, tracked: Mapping[str, Any], objects: Objects, job: ElasticJob, committed_at: str) -> None:
         self._tracked, self._saved_state, self.job = dict(tracked), objects, job
+        self._committed_at = committed_at
         self._reset_callbacks: list[Callable[[], None]] = []
         self._due: Sequence[Callable[[], None]] = ()
         self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
@@ -177,7 +179,11 @@ class CommittedState(ABC):
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What has to be equal in all workers of a job, in words by what it is."""
-        found: dict[str, Any] = {"the version of hvd_periodic": __version__}
+        found: dict[str, Any] = {
+            "the version of hvd_periodic": __version__,
+            "what the State keeps": ", ".join(sorted({*self._tracked, *self._saved_state})),
+            "`commit` of the State": self._committed_at,
+        }
         for name, kept in self._all_kept().items():
             found |= {f"`{name}`: {what}": value for what, value in kept.fingerprint.items()}
         return found

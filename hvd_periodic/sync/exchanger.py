@@ -349,11 +349,17 @@ def check_agreement(exchanger: Exchanger[Any], policy: LocalState) -> None:
 
 
 def facts_of(exchanger: Exchanger[Any], policy: LocalState) -> dict[str, object]:
-    """Return the settings on which all ranks must agree, by readable name."""
+    """Return what all ranks must have alike, by readable name."""
+    exchanged = exchanger.context.exchanged
+    facts = {"version": __version__} | settings_of(exchanger, policy)
+    return {**facts, **exchanged.replica.facts(), **exchanged.hyperparameters.settings()}
+
+
+def settings_of(exchanger: Exchanger[Any], policy: LocalState) -> dict[str, object]:
+    """Return the settings of exchanges, on which all ranks must agree, by readable name."""
     context, exchanged = exchanger.context, exchanger.context.exchanged
     schedule = context.planner.schedule
     return {
-        "version": __version__,
         "algorithm": exchanged.algorithm,
         "schedule": described(schedule),
         "first exchanges": forecast(schedule, 8),
@@ -364,6 +370,4 @@ def facts_of(exchanger: Exchanger[Any], policy: LocalState) -> dict[str, object]
         "center optimizer": exchanged.center_optimizer.name,
         "optimizer_state": policy,
         "timeout_seconds": context.membership.communicator.tracker.timeout,
-        **exchanged.replica.facts(),
-        **exchanged.hyperparameters.settings(),
     }

@@ -106,7 +106,7 @@ class State(CommittedState):
                     refuse_fixed(name, kept.synchronizer, averages)
         for each in self._exchanging().values():
             require_divisible(each.synchronizer)
-        super().__init__(self._tracked, objects, FRONT_END.elastic_job(min_ranks, max_ranks))
+        super().__init__(self._tracked, objects, FRONT_END.elastic_job(min_ranks, max_ranks), commit)
         if commit == "exchange":
             if not self._exchanging():
                 raise ValueError("commit='exchange' needs an optimizer of hvd_periodic.tensorflow. Received none")

@@ -19,7 +19,7 @@ from hvd_periodic.torch.gradient_averaging import innermost
 from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import STATE_KEY, PeriodicOptimizer, levels_of
 from hvd_periodic.torch.resharding import resharded
-from hvd_periodic.torch.sampler import ElasticSampler
+from hvd_periodic.torch.sampler import ElasticSampler, loads_by_elastic_sampler
 from hvd_periodic.torch.saved import map_tensors
 from hvd_periodic.torch.sharded_parameters import shard_of
 from hvd_periodic.torch.synchronizer import Synchronizer
@@ -80,8 +80,9 @@ class State(CommittedState):
     Raises:
         TypeError: ``min_ranks`` or ``max_ranks`` is no int.
         ValueError: an optimizer whose ranks cannot change: asynchronous, around an ``hvd.DistributedOptimizer``, or
-            with a process set; or what islands do not support. The environment has invalid settings of a rendezvous, or
-            other numbers of ranks than the arguments; or these are given without a rendezvous.
+            with a process set; or what islands do not support. A loader of an ``ElasticSampler`` is given in place of
+            the sampler. The environment has invalid settings of a rendezvous, or other numbers of ranks than the
+            arguments; or these are given without a rendezvous.
         ImportError: there is neither a rendezvous nor Horovod.
 
     References:
@@ -114,7 +115,13 @@ class State(CommittedState):
                 f"`{samplers[0]}` is an ElasticSampler, which divides examples between single ranks, and these are the "
                 "ranks of an island: divide them by State.place() and torch.distributed.get_rank()"
             )
-        super().__init__(self._tracked, objects, FRONT_END.elastic_job(min_ranks, max_ranks))
+        loaders = [name for name, value in given.items() if loads_by_elastic_sampler(value)]
+        if loaders:
+            raise ValueError(
+                f"`{loaders[0]}` is a loader whose sampler is an ElasticSampler, and its own state counts what it has "
+                "loaded, not what was trained on: put the sampler into the State instead, and leave the loader out"
+            )
+        super().__init__(self._tracked, objects, FRONT_END.elastic_job(min_ranks, max_ranks), commit)
         for periodic in self._periodic().values():
             periodic.after_adoption = self._after_adoption
         if commit == "exchange":

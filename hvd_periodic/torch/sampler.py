@@ -177,3 +177,9 @@ class ElasticSampler(Sampler[int]):
             order = torch.randperm(len(order), generator=generator, device="cpu").numpy()
         left = left_after(order, self._before, self.epoch)
         self._share, self._first = share_of(left, self._rank, len(self._stretch)), 0
+
+
+def loads_by_elastic_sampler(loader: Any) -> bool:
+    """Return whether a loader takes examples, or batches, in the order of an :class:`ElasticSampler`."""
+    samplers = (getattr(each, "sampler", None) for each in (loader, getattr(loader, "batch_sampler", None)))
+    return any(isinstance(sampler, ElasticSampler) for sampler in samplers)

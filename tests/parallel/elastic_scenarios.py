@@ -357,6 +357,7 @@ def expected(
     steps: int = STEPS,
     forgetting: Sequence[Collection[int]] | None = None,
     of_table: bool = False,
+    begun: list[tuple[np.ndarray, list[np.ndarray]]] | None = None,
 ) -> tuple[np.ndarray, dict[int, Worker]]:
     """Return center and workers, by the equations and one after the other.
 
@@ -374,6 +375,7 @@ def expected(
         forgetting: of each stretch, the ranks that begin it without what they have not sent of sums. Between two
             stretches, the ranks may have changed more than once, before any exchange.
         of_table: the values are the rows of a table, of which a step touches some.
+        begun: if given, the center and the replicas with which each stretch begins are added to it.
     """
     center, momentum, mean = np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
     workers: dict[int, Worker] = {}
@@ -396,6 +398,8 @@ def expected(
                 worker.inner = known
         for process in workers.keys() - before.keys() if before and slots is None else ():
             workers[process].x = workers[process].inner[0].copy()
+        if begun is not None:
+            begun.append((center.copy(), [worker.x.copy() for worker in workers.values()]))
         for step in range(begin, end):
             for rank, worker in enumerate(workers.values()):
                 g = (worker.x - target(rank, step)) * (touched(rank, step) if of_table else 1.0)

@@ -15,9 +15,19 @@ from typing import Any
 
 from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, environment, python
-from tests.parallel.rendezvous_scenarios import DOWN, EVENTS, ISLAND_EVENTS, KERAS, KERAS_COMPILED, SCENARIOS, THOROUGH
+from tests.parallel.rendezvous_scenarios import (
+    DOWN,
+    EVENTS,
+    ISLAND_EVENTS,
+    KERAS,
+    KERAS_COMPILED,
+    SAVES,
+    SCENARIOS,
+    THOROUGH,
+    UNDISTURBED,
+)
 
-JOBS = SCENARIOS | THOROUGH | DOWN | KERAS | KERAS_COMPILED | EVENTS | ISLAND_EVENTS
+JOBS = SCENARIOS | THOROUGH | DOWN | SAVES | KERAS | KERAS_COMPILED | EVENTS | UNDISTURBED | ISLAND_EVENTS
 
 RANKS = 2
 """Of an island."""
@@ -102,14 +112,14 @@ class Job:
         exchange.
         """
         return [
-            (stretch[0]["step"], [(line["pid"], line["forgotten"]) for line in stretch]) for stretch in self._begun()
+            (stretch[0]["step"], [(line["pid"], line["forgotten"]) for line in stretch]) for stretch in self.begun()
         ]
 
     def forgetting(self) -> list[set[int]]:
         """Return the ranks that begin each stretch without what they have not sent of sums."""
-        return [{line["rank"] for line in stretch if line["forgets_sums"]} for stretch in self._begun()]
+        return [{line["rank"] for line in stretch if line["forgets_sums"]} for stretch in self.begun()]
 
-    def _begun(self) -> list[list[dict[str, Any]]]:
+    def begun(self) -> list[list[dict[str, Any]]]:
         """Return what the ranks have told when they began each stretch."""
         file = self.folder / "begun"
         lines = [json.loads(line) for line in (file.read_text() if file.exists() else "").splitlines()]

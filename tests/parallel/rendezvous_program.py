@@ -20,12 +20,15 @@ import hvd_periodic.torch as hvdp
 from tests.parallel.elastic_events import FOLDER, begin, end
 from tests.parallel.elastic_scenarios import INNER_PERIOD, PERIOD, SIZE, policies_of, target
 from tests.parallel.elastic_torch_model import Further
+from tests.parallel.rendezvous_saves import Saves
 from tests.parallel.rendezvous_scenarios import (
     DOWN,
     EVENTS,
     OWN_TARGET,
+    SAVES,
     SCENARIOS,
     THOROUGH,
+    UNDISTURBED,
     Scenario,
     read_file,
     replace_file,
@@ -108,18 +111,20 @@ def forgets_sums(optimizer: hvdp.PeriodicOptimizer) -> bool:
     return kept is None or not any(tensor.any() for tensor in kept.tensors())
 
 
-def main(scenario: Scenario, number: int) -> None:
-    """Train."""
-    policies = {} if scenario.digits else {"own": "local", **policies_of(scenario)}
-    model = Digits() if scenario.digits else Quadratics(number, policies)
-    if isinstance(model, Quadratics):
-        model.y.requires_grad = not scenario.thaws
+def center_of(model: torch.nn.Module, optimizer: hvdp.PeriodicOptimizer) -> list[float]:
+    """Return the center of what is exchanged; collective, and completes an exchange in flight."""
+    with optimizer.center():
+        return values(model)
+
+
+def optimizer_of(scenario: Scenario, model: Any, policies: dict[str, Any]) -> hvdp.PeriodicOptimizer:
+    """Return the optimizer of a model."""
     local = model.further.optimizer(scenario.algorithm)
     algorithms = {"easgd": hvdp.EASGD, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
     inner: Any = local
     if scenario.inner:
         inner = hvdp.PeriodicOptimizer(local, model, algorithms[scenario.inner](), INNER_PERIOD, parameters=policies)
-    optimizer = hvdp.PeriodicOptimizer(
+    return hvdp.PeriodicOptimizer(
         inner,
         model,
         algorithms[scenario.algorithm](),
@@ -131,18 +136,32 @@ def main(scenario: Scenario, number: int) -> None:
         timeout_seconds=scenario.timeout,
         parameters=policies,
     )
+
+
+def main(scenario: Scenario, number: int) -> None:
+    """Train."""
+    policies = {} if scenario.digits else {"own": "local", **policies_of(scenario)}
+    model = Digits() if scenario.digits else Quadratics(number, policies)
+    if isinstance(model, Quadratics):
+        model.y.requires_grad = not scenario.thaws
+    optimizer = optimizer_of(scenario, model, policies)
     state = State(model, optimizer, commit="exchange", batch=0, thawed=not scenario.thaws)
+    saves = Saves(scenario, model, optimizer)
 
     arrive(scenario, number)
 
     @hvdp.elastic.run
     def train(state: Any) -> str:
         steps, number = optimizer.synchronizer.local_steps, state.job._state.view.round
-        forgets = {"forgotten": state.forgotten, "forgets_sums": forgets_sums(optimizer)}
-        begin(dist.get_rank(), dist.get_world_size(), steps, round=number, **forgets)
+        had = {"forgotten": state.forgotten, "forgets_sums": forgets_sums(optimizer)}
+        if scenario.what == "events" and not scenario.digits:
+            had |= {"x": values(model), "center": None if scenario.overlap else center_of(model, optimizer)}
+        begin(dist.get_rank(), dist.get_world_size(), steps, round=number, **had)
+        saves.hear()
         while goes_on(scenario, state.batch, dist.get_rank()):
             step = state.batch
             if scenario.what != "events":
+                saves.begin(step)
                 happen(scenario, step, state)
             if step == scenario.thaws and not state.thawed:
                 model.y.requires_grad = state.thawed = True
@@ -163,6 +182,7 @@ def main(scenario: Scenario, number: int) -> None:
     with optimizer.center():
         center = values(model)
         more = {"accuracy": model.accuracy()} if isinstance(model, Digits) else model.further.values("_center")
+    more |= {"heard": saves.heard}
     if isinstance(model, Quadratics):
         more |= {"own": model.own.item(), "number": number, **model.further.values()}
     end(dist.get_rank(), x=replica, center=center, steps=optimizer.synchronizer.local_steps, batch=state.batch, **more)
@@ -176,4 +196,4 @@ def values(model: torch.nn.Module) -> list[float]:
 
 
 if __name__ == "__main__":
-    main((SCENARIOS | THOROUGH | DOWN | EVENTS)[sys.argv[1]], int(sys.argv[3]))
+    main((SCENARIOS | THOROUGH | DOWN | SAVES | EVENTS | UNDISTURBED)[sys.argv[1]], int(sys.argv[3]))

@@ -42,6 +42,8 @@ class Scenario:
         commit: ``exchange``; of islands, also ``call``, one step before every exchange.
         inside: ``ddp`` or ``fully_shard``: workers are islands of two ranks; empty: they are single ranks.
         thaws: local steps after which the second half of the parameters is trained as well; 0: from the start.
+        saves: all save in the background a step before it happens, and the thread of the worker that is ``lost`` is
+            held up, or those of the ``others``; or it is killed when all have written, before the ``manifest``.
     """
 
     algorithm: str
@@ -64,6 +66,7 @@ class Scenario:
     commit: Literal["call", "exchange"] = "exchange"
     inside: str = ""
     thaws: int = 0
+    saves: Literal["", "lost", "others", "manifest"] = ""
 
 
 OWN_TARGET = 0.25
@@ -100,6 +103,13 @@ DOWN = {
     "without a rendezvous": Scenario("easgd", workers=2, wait_size=1, what="down", again=False),
 }
 
+SAVES = {
+    "while it writes": Scenario("diloco", saves="lost"),
+    "while the others write": Scenario("diloco", saves="others"),
+    "when all have written": Scenario("diloco", saves="manifest"),
+}
+"""Jobs that save in the background."""
+
 KERAS = {
     "averaging, in an eager loop": Scenario("averaging", workers=2, wait_size=1, loop="eager"),
     "diloco, with fragments of 8 bits in flight, in fit": Scenario(
@@ -133,6 +143,9 @@ EVENTS = {
     "digits": Scenario("diloco", overlap=2, int8=True, what="events", lost=5, digits=True, steps=200),
 }
 """Jobs to which random events happen."""
+
+UNDISTURBED = {"digits, undisturbed": EVENTS["digits"]}
+"""What "digits" is compared with; nothing happens to it."""
 
 ISLAND_EVENTS = {
     "diloco, islands of DDP, in flight": Scenario("diloco", overlap=2, what="events", lost=5, inside="ddp"),

@@ -48,7 +48,8 @@ def happen(scenario: Scenario, step: int, state: Any) -> None:
     if step == scenario.step and size == scenario.workers and rank == size - 1 and once("victim"):
         (FOLDER / "victim").write_text(str(os.getpid()))
         falls_silent(state)
-        befall(scenario.what)
+        if scenario.saves != "manifest":  # Else, it dies when the set is completed.
+            befall(scenario.what)
     if down and step == scenario.step + 2 * PERIOD and rank == size - 1:
         die()
     late = (

@@ -1,9 +1,9 @@
 """A worker of an elastic job with an elastic sampler; see ``test_elastic_sampler.py``.
 
-HVD_PERIODIC_RENDEZVOUS=... python -m tests.parallel.sampler_program sampler FOLDER NUMBER
+HVD_PERIODIC_RENDEZVOUS=... python -m tests.parallel.sampler_program LOADER FOLDER NUMBER
 
-Every worker writes which examples it processes, in which round and before which local step, and from which step each
-round goes on.
+LOADER is a class, with the number of processes that load: torch.utils.data.DataLoader:0. Every worker writes which
+examples it processes, in which round and before which local step, and from which step each round goes on.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import json
 import os
 import sys
 import time
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 import hvd_periodic.torch as hvdp
 from tests.parallel.elastic_events import FOLDER, die, once
@@ -48,13 +48,21 @@ def note(file: str, **what: Any) -> None:
         lines.write(json.dumps({"pid": os.getpid(), **what}) + "\n")
 
 
-def main(number: str) -> None:
+def loader_of(words: str, data: torch.Tensor, sampler: hvdp.elastic.ElasticSampler) -> Any:
+    """Return the loader that the command line asks for."""
+    name, processes = words.split(":")
+    module, _, of_module = name.rpartition(".")
+    loader = getattr(import_module(module), of_module)
+    return loader(data, BATCH, sampler=sampler, num_workers=int(processes))
+
+
+def main(loader_words: str, number: str) -> None:
     """Train."""
     model = torch.nn.Linear(1, 1)
     optimizer = hvdp.ModelAverageOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model, PERIOD)
     data = torch.arange(EXAMPLES)
     sampler = hvdp.elastic.ElasticSampler(data)
-    loader = DataLoader(data, BATCH, sampler=sampler)  # type: ignore[arg-type]
+    loader = loader_of(loader_words, data, sampler)
     state = hvdp.elastic.State(
         model, optimizer, commit="exchange", min_ranks=WORKERS - 1, max_ranks=WORKERS, sampler=sampler
     )
@@ -83,4 +91,4 @@ def main(number: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[3])
+    main(sys.argv[1], sys.argv[3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import PATIENCE
+from tests.parallel.beside import MADE_BY, trainers  # noqa: F401
 from tests.parallel.launch import ROOT, environment, python
+from tests.parallel.tiers import thorough
 
 torch = pytest.importorskip("torch")
 
@@ -25,6 +28,11 @@ SECONDS = 60
 """Within which the job ends."""
 
 EXAMPLES, EPOCHS, WORKERS = 49, 4, 3
+
+STATEFUL = "torchdata.stateful_dataloader.StatefulDataLoader"
+
+LOADERS = ["torch.utils.data.DataLoader:0", f"{STATEFUL}:2", thorough(f"{STATEFUL}:0")]
+"""Classes of loaders, and the processes in which they load."""
 
 
 def start(words: Sequence[str], output: Any, **settings: str) -> subprocess.Popen[str]:
@@ -40,11 +48,20 @@ def start(words: Sequence[str], output: Any, **settings: str) -> subprocess.Pope
     )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def where_torchdata_is(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Return an environment in which torchdata is found."""
+    packages = Path(request.getfixturevalue("trainers"))
+    if not (packages / "torchdata").exists():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"torchdata is missing there: {MADE_BY}")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))}
+
+
+@pytest.fixture(scope="module", params=LOADERS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run the job; return what the workers have written."""
     found = tmp_path_factory.mktemp("sampler")
-    words = [*python("torch alone"), "-m", "tests.parallel.sampler_program", "sampler", str(found)]
+    beside = where_torchdata_is(request) if request.param.startswith("torchdata") else {}
+    words = [*python("torch alone"), "-m", "tests.parallel.sampler_program", request.param, str(found)]
     server = start([sys.executable, "-m", "hvd_periodic", "rendezvous", "--port", "0"], subprocess.PIPE)
     processes: list[subprocess.Popen[str]] = []
     assert server.stdout is not None
@@ -61,6 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                         HVD_PERIODIC_RENDEZVOUS=rendezvous,
                         HVD_PERIODIC_LOST_SECONDS="600",
                         HVD_PERIODIC_JOIN_SECONDS=f"{SECONDS * PATIENCE}",
+                        **beside,
                     )
                 processes.append(process)
             if all(process.poll() is not None for process in processes):

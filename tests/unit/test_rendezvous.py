@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (  # noqa: E
 
 import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic.cli.main import main  # noqa: E402
-from hvd_periodic.comm import island_failures, torch_rendezvous  # noqa: E402
+from hvd_periodic.comm import island_failures, rendezvous_store, torch_rendezvous  # noqa: E402
 from hvd_periodic.comm.base import Communicator  # noqa: E402
 from hvd_periodic.comm.collective_tracker import CollectiveTracker, Wait  # noqa: E402
 from hvd_periodic.comm.elastic import RanksLostError  # noqa: E402
@@ -91,19 +91,24 @@ def test_fewer_than_the_minimum(port: int) -> None:
         join(settings(port, "few"))
 
 
-def test_a_rendezvous_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_rendezvous, "_CONNECTING", 0.5)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(ConnectionError, match=rf"The rendezvous at 127\.0\.0\.1:{port} cannot be reached"):
-        join(settings(port, "nowhere"))
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_rendezvous_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, listens: bool) -> None:
+    """Nothing is there; or another server, which accepts connections and does not answer."""
+    monkeypatch.setattr(rendezvous_store, "_CONNECTING", 0.5)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        if listens:
+            other.listen()
+        message = rf"The rendezvous at 127\.0\.0\.1:{port} cannot be reached{'.* does not answer' * listens}"
+        with pytest.raises(ConnectionError, match=message):
+            join(settings(port, "nowhere"))
 
 
 @pytest.mark.parametrize(("lost", "patience"), [(60.0, 60.0), (1.0, 5.0)])
 def test_a_store_may_be_as_slow_as_a_worker(port: int, lost: float, patience: float) -> None:
     """It serves a busy host as well as the workers do, which count as lost after so many seconds."""
-    assert TorchRendezvous(settings(port, "slow", lost_seconds=lost))._connected().timeout.total_seconds() == patience
+    assert rendezvous_store.connected(settings(port, "slow", lost_seconds=lost)).timeout.total_seconds() == patience
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -111,7 +116,7 @@ def test_workers_of_a_round_wait_for_one_that_is_late(port: int, lost: bool) -> 
     """Before they connect, which has a time limit; until it has come, or is lost."""
     one, other = (TorchRendezvous(settings(port, f"late {lost}")) for _ in range(2))
     for job in (one, other):
-        job._store = job._connected()
+        job._store = rendezvous_store.connected(job._settings)
     with ThreadPoolExecutor(1) as thread:
         waits = thread.submit(one._await_all, _Round(3, 0, 2, False))
         while one._arrivals.wait is None:
@@ -145,11 +150,14 @@ def test_another_model_or_secret(port: int) -> None:
         join(settings(port, "mine", secret="?"), model="a", version=1)
 
 
-def fingerprint(inputs: int = 2, algorithm: Any = None) -> dict[str, Any]:
+def fingerprint(
+    inputs: int = 2, algorithm: Any = None, period: int = 2, adam: bool = False, commit: Any = "call", **more: Any
+) -> dict[str, Any]:
     model = torch.nn.Linear(inputs, 1)
-    local = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvdp.PeriodicOptimizer(local, model, algorithm or hvdp.Averaging(), 2)
-    return hvdp.elastic.State(model, optimizer).fingerprint
+    local = (torch.optim.Adam if adam else torch.optim.SGD)(model.parameters(), lr=0.1 * inputs)
+    options = {name: more.pop(name) for name in ("center", "compression") if name in more}
+    optimizer = hvdp.PeriodicOptimizer(local, model, algorithm or hvdp.Averaging(), period, **options)
+    return hvdp.elastic.State(model, optimizer, commit=commit, **more).fingerprint
 
 
 @pytest.mark.parametrize(
@@ -157,7 +165,13 @@ def fingerprint(inputs: int = 2, algorithm: Any = None) -> dict[str, Any]:
     [
         ({}, f"the version of hvd_periodic: another here, {__version__} there."),
         ({"inputs": 3}, "`optimizer`: the parameters: 2, digest "),
-        ({"algorithm": hvdp.EASGD()}, "`optimizer`: the algorithm: EASGD("),
+        ({"algorithm": hvdp.EASGD()}, "`optimizer`: algorithm: EASGD("),
+        ({"period": 4}, "`optimizer`: schedule: Every(period=4) here, Every(period=2) there"),
+        ({"center": "root"}, "`optimizer`: place of the center: root here, replicated there"),
+        ({"compression": hvdp.Compression.int8}, "`optimizer`: compression: "),
+        ({"adam": True}, "`optimizer`: the model and its optimizer: digest "),
+        ({"commit": "exchange"}, "`commit` of the State: exchange here, call there"),
+        ({"epoch": 0}, "what the State keeps: epoch, model, optimizer here, model, optimizer there"),
     ],
 )
 def test_a_worker_of_another_training(
@@ -168,7 +182,7 @@ def test_a_worker_of_another_training(
         join(settings(port, what), **fingerprint())
     if not other:
         monkeypatch.setattr(state_module, "__version__", "another")
-    with pytest.raises(ValueError, match=f"at this rendezvous trains something else: {re.escape(what)}"):
+    with pytest.raises(ValueError, match=f"at this rendezvous trains something else: .*{re.escape(what)}"):
         join(settings(port, what), **fingerprint(**other))
 
 

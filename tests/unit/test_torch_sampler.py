@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import DataLoader, DistributedSampler  # noqa: E402
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler  # noqa: E402
 
 import hvd_periodic.torch as hvdp  # noqa: E402
 import hvd_periodic.torch.sampler as sampler_module  # noqa: E402
@@ -184,6 +184,18 @@ def test_what_makes_no_sense(ranks: Ranks) -> None:
     message = r"is of other data: 6 examples, not shuffled\. The sampler has 5 examples, shuffled with seed 0"
     with pytest.raises(ValueError, match=message):
         sampler.load_state_dict(state)
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_loader_is_refused_in_place_of_its_sampler(monkeypatch: pytest.MonkeyPatch, batches: bool) -> None:
+    """One that has a state counts what its processes have loaded ahead."""
+    monkeypatch.setenv("HVD_PERIODIC_RENDEZVOUS", "here:29400")
+    data: Any = list(range(5))
+    sampler = hvdp.elastic.ElasticSampler(data)
+    given: Any = {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)} if batches else {"sampler": sampler}
+    with pytest.raises(ValueError, match=r"`loader` is a loader whose sampler is an ElasticSampler.*put the sampler"):
+        hvdp.elastic.State(loader=DataLoader(data, **given), sampler=sampler)
+    hvdp.elastic.State(loader=DataLoader(data), sampler=sampler)
 
 
 def test_workers_with_other_data_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,48 @@
+"""Background saves in elastic jobs over torch.distributed, of whose ranks one is killed before the set is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.parallel.rendezvous_scenarios import SAVES, read_file
+from tests.parallel.test_rendezvous import ScriptedJob, is_replaced, run
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ScriptedJob]]:
+    """Run all jobs at once."""
+    yield from run(SAVES, tmp_path_factory)
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_a_save_is_completed_or_undone_on_all_ranks_alike(jobs: dict[str, ScriptedJob], name: str) -> None:
+    """The others hear of it; one set is left, with the center of that step, and it can be loaded."""
+    import hvd_periodic.torch as hvdp
+    from tests.parallel.rendezvous_program import Quadratics
+
+    job = jobs[name]
+    is_replaced(job)
+    step, undone = job.scenario.step - 1, job.scenario.saves != "manifest"
+    number, ranks = (2, job.scenario.workers - 1) if undone else (1, job.scenario.workers)
+    [left] = (job.folder / "sets").iterdir()
+    assert left.name == f"{number:06}-step{step}"
+    assert {file.name for file in left.iterdir()} == {"manifest.json", *(f"rank-{rank}.npz" for rank in range(ranks))}
+
+    *heard, of_joined = [job.end(rank)["heard"] for rank in range(job.scenario.workers)]
+    why = "the ranks of the job have changed before all of them had written it" if undone else "another rank has ended"
+    assert all(why in text for text in heard), job.output()
+    assert of_joined is None
+
+    model = Quadratics(0)
+    local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    optimizer = hvdp.PeriodicOptimizer(local, model, hvdp.DiLoCo(), 4, parameters={"own": "local"})
+    hvdp.load(job.folder / "sets", model, optimizer)
+    assert optimizer.synchronizer.local_steps == step
+    with optimizer.center():
+        assert model.x.tolist() == read_file(job.folder / "saved.0")
