@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the trainers that hvd_periodic.torch works with (Lightning, transformers, accelerate, Ignite), peft and torchdata into an
-# environment of their own, which sees the project's: their tests and examples run there.
+# Installs the trainers that hvd_periodic.torch works with (Lightning, transformers, accelerate, Ignite), peft, torchdata and numba into
+# an environment of their own, which sees the project's: their tests and examples run there.
 #
 #   bash run_scripts/trainers.sh
 #   bash run_scripts/trainers.sh COMMAND [ARGUMENT...]     # then runs a command with them
@@ -19,7 +19,7 @@ main() {
   NEEDED=torch
   activate_for_jobs
   set_state
-  provide_beside trainers 'Lightning, transformers, accelerate, peft, Ignite and torchdata'
+  provide_beside trainers 'Lightning, transformers, accelerate, peft, Ignite, torchdata and numba'
   (($# > 0)) || exit 0
   local packages
   packages=$(packages_of "$STATE/trainers/bin/python3")

@@ -109,6 +109,7 @@ class Rounds:
         """Note that a worker waits for the close of a round; if it is leaving, for that of the last one."""
         self._came[worker] = self._last_sign = self._now()
         self._apart.discard(worker)
+        self._out.discard(worker)
         if leaving:
             self._leaving.add(worker)
         if worker in self._gone:
@@ -123,7 +124,7 @@ class Rounds:
     def stay_out(self, worker: int, starts: bool) -> None:
         """Note that a worker comes to no round from now on, though it lives, or again.
 
-        Its process ends without finalize(), or it is in adopt(), where no round is to be open.
+        Its process ends without finalize(), or it is in adopt(), during which rounds must not wait for it.
         """
         self._last_sign = self._now()
         (self._out.add if starts else self._out.discard)(worker)

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby
@@ -292,7 +292,8 @@ class Worker:
             for pulled, (place, (part, bucket)) in zip(vectors, enumerate(buckets), strict=False):
                 pulls = True
                 cut = exchange.cut if exchange.cut is not None else self.transport.cut
-                center = read[place] if place < len(read) else self._replica.from_host(pulled, bucket)
+                as_read = place < len(read) and not part.algorithm.reads_after
+                center = read[place] if as_read else self._replica.from_host(pulled, bucket)
                 if self.on_pull is not None:
                     self.on_pull(part, bucket, center, exchange)
                 if left_out:
@@ -583,13 +584,13 @@ class Worker:
         """
         barrier_id = self.membership.number | ADOPTING
         self.transport.stay_out(True)
-        with self.communicator.tracker.at("adopt()", idle=False):
-            self._wait_for_all(barrier_id)
-            knows = bool(self.communicator.dead_ranks())
-            dead = self.communicator.idle_barrier(barrier_id if knows else 0) > 0
-        if not dead:
+        try:
+            with self.communicator.tracker.at("adopt()", idle=False):
+                self._wait_for_all(barrier_id)
+                knows = bool(self.communicator.dead_ranks())
+                return self.communicator.idle_barrier(barrier_id if knows else 0) > 0
+        finally:
             self.transport.stay_out(False)
-        return dead
 
     def _wait_for_all(self, barrier_id: int) -> None:
         """Wait in an idle barrier; if ranks are in different calls, until all of them come to rounds again.
@@ -642,12 +643,20 @@ def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[No
         for worker in workers:
             if not worker.finished:
                 worker.transport.stay_out(True)
-    while True:
-        look = communicator.begin_idle_barrier(0)
+    while (yield from _joined(communicator)) > 0:
+        pass
+
+
+def _joined(communicator: Communicator) -> Generator[None, None, int]:
+    """Join a barrier, yielding while ranks are missing; return the id that others wait for."""
+    look = communicator.begin_idle_barrier(0)
+    try:
         while (number := look()) is None:
             yield
-        if number == 0:
-            return
+        return number
+    except DifferentCallsError:  # Those whose calls differ meet once more, see Worker._wait_for_all().
+        yield from _joined(communicator)
+        return ADOPTING
 
 
 def _close_all() -> None:

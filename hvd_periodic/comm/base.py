@@ -306,8 +306,13 @@ def common_barrier(ids: Sequence[int]) -> int:
     """
     waiting = sorted({barrier_id for barrier_id in ids if barrier_id})
     if len(waiting) > 1:
-        calls = (f"{'adopt' if each & ADOPTING else 'finalize'}() of optimizer {each % ADOPTING}" for each in waiting)
+        calls = (
+            f"adopt() of optimizer {each % ADOPTING}"
+            if each & ADOPTING
+            else f"finalize() of optimizer {each}, or the end of the process"
+            for each in waiting
+        )
         raise DifferentCallsError(
-            f"Ranks are in different calls: {', '.join(calls)}. All ranks must make the same calls in the same order"
+            f"Ranks are in different calls: {'; '.join(calls)}. All ranks must make the same calls in the same order"
         )
     return waiting[0] if waiting else 0

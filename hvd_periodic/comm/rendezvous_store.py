@@ -63,7 +63,7 @@ def connected(settings: RendezvousSettings) -> Any:
 
     threading.Thread(target=connect, name="hvd_periodic.connect", daemon=True).start()
     try:
-        store = found.get(timeout=4 * _CONNECTING)
+        store = found.get(timeout=max(4 * _CONNECTING, patience(settings).total_seconds()))
     except queue.Empty:
         raise dist.DistNetworkError("The server there accepts connections, but does not answer") from None
     if isinstance(store, Exception):

@@ -78,13 +78,16 @@ class CommittableOptimizer(Committable):
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        """The settings of exchanges, digests of what is exchanged, and the names of ``"local"`` parameters."""
+        """Settings of exchanges and of the local optimizer, digests of tensors, and names of ``"local"`` parameters."""
         synchronizer = self.synchronizer
         specs = [spec for group in synchronizer.tensor_groups for spec in group.values.layout.specs]
+        facts = dict(synchronizer.replica.facts())
+        words = {name: facts.pop(name) for name in ("optimizer", "bucket_bytes", "center_device") if name in facts}
         return {
             **settings_of(synchronizer.exchanger, synchronizer.policy),
+            **words,
             "the parameters": f"{len(specs)}, digest {_digest((spec.name, tuple(spec.shape)) for spec in specs)}",
-            "the model and its optimizer": f"digest {_digest(synchronizer.replica.facts().items())}",
+            "all tensors, with their dtypes": f"digest {_digest(facts.items())}",
             "the 'local' parameters": sorted(synchronizer.replica.local_names),
         }
 

@@ -31,8 +31,8 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
 
     Raises:
         TypeError: the first argument is not a ``State``.
-        ValueError: the settings are invalid; or the other workers have another model, algorithm or version of this
-            package, or another secret. The others go on.
+        ValueError: the settings are invalid; or the other workers have another model, local optimizer, algorithm,
+            period, option, State or version of this package, or another secret. The others go on.
         ConnectionError: the rendezvous cannot be reached.
         TimeoutError: fewer workers than the minimum have come.
         RuntimeError: the job is over.

@@ -202,8 +202,11 @@ class ReplicaSynchronizer(Generic[V]):
             refuse_asynchronous(error_decay != 1, "error_decay", error_decay, "no part of a message is left unsent")
             refuse_asynchronous(audit_every > 0, "audit_every", audit_every, "there is one center")
             refuse_asynchronous(weight is not None, "weight", weight, "no mean is taken")
-            median = isinstance(max_message_norm, str)
-            refuse_asynchronous(median, "max_message_norm", max_message_norm, "no rank knows the norms of others")
+            if isinstance(max_message_norm, str):
+                raise ValueError(
+                    "`max_message_norm` must be a number with asynchronous=True, as no rank knows the norms of others. "
+                    f"Received: max_message_norm={max_message_norm!r}"
+                )
             refuse_asynchronous(max_mean_norm is not None, "max_mean_norm", max_mean_norm, "no mean is taken")
         schedule = as_schedule(schedule, "schedule")
         check_schedule(schedule, bool(asynchronous))

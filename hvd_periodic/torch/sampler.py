@@ -180,6 +180,12 @@ class ElasticSampler(Sampler[int]):
 
 
 def loads_by_elastic_sampler(loader: Any) -> bool:
-    """Return whether a loader takes examples, or batches, in the order of an :class:`ElasticSampler`."""
-    samplers = (getattr(each, "sampler", None) for each in (loader, getattr(loader, "batch_sampler", None)))
+    """Return whether a loader takes examples, or batches, in the order of an :class:`ElasticSampler`.
+
+    A loader is recognized by the attributes of torch's, of which torchdata's is no subclass.
+    """
+    held = getattr(loader, "__dict__", {})
+    if not {"dataset", "sampler", "batch_sampler"} <= held.keys():
+        return False
+    samplers = (held["sampler"], getattr(held["batch_sampler"], "sampler", None))
     return any(isinstance(sampler, ElasticSampler) for sampler in samplers)

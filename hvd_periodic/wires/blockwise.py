@@ -85,7 +85,7 @@ class Blockwise(Encoded):
         count, length = rows.shape
         scales = np.empty((count, -(-length // self.block)), np.float32)
         codes = np.empty((count, -(-length * self.bits // 8)), np.uint8)
-        loop(np.ascontiguousarray(rows), scales, codes)
+        loop(np.require(rows, np.float32, ["C", "W"]), scales, codes)
         return np.concatenate([scales.view(np.uint8), codes], axis=1)
 
     def _encoded(self, coding: Coding[V], rows: V) -> tuple[V, V]:

@@ -43,8 +43,8 @@ class E3M0(Blockwise):
     bits: ClassVar[int] = 4
 
     def loop(self) -> Loop | None:
-        """Return :func:`~hvd_periodic.wires.loops.powers`, compiled."""
-        return compiled(powers)
+        """Return :func:`~hvd_periodic.wires.loops.powers`, compiled; None for subclasses, which may differ."""
+        return compiled(powers) if type(self) is E3M0 else None
 
     def quantize(self, coding: Coding[V], blocks: V, length: int) -> tuple[V, V]:
         """Return M, and L of every element, with 8 added if it is negative and not sent as 0."""

@@ -42,8 +42,8 @@ class Int2(Blockwise):
     bits: ClassVar[int] = 2
 
     def loop(self) -> Loop | None:
-        """Return :func:`~hvd_periodic.wires.loops.ternary`, compiled."""
-        return compiled(ternary)
+        """Return :func:`~hvd_periodic.wires.loops.ternary`, compiled; None for subclasses, which may differ."""
+        return compiled(ternary) if type(self) is Int2 else None
 
     def quantize(self, coding: Coding[V], blocks: V, length: int) -> tuple[V, V]:
         """Return a, and the code of every element."""

@@ -27,10 +27,12 @@ def compiled(loop: Loop) -> Loop | None:
         import numba
     except ImportError:
         return None
+    if numba.config.DISABLE_JIT:
+        return None
     try:
         found: Loop = numba.njit(_SIGNATURE, nogil=True, cache=True)(loop)
-    except RuntimeError as error:
-        if "cache" not in str(error):
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "cache" not in str(error):
             raise
         where = "numba has no folder to keep its machine code in: set NUMBA_CACHE_DIR to one"
         warnings.warn(f"Each process compiles {loop.__name__} again, since {where} ({error})", stacklevel=2)

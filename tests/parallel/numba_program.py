@@ -24,7 +24,10 @@ def main() -> None:
     compared = 0
     for name, wire in WIRES.items():
         for length in LENGTHS:
-            rows = np.stack(list(kinds(length, length).values()))
+            rows = np.stack(
+                [*kinds(length, length).values(), np.full(length, np.nan, "f4"), np.full(length, np.inf, "f4")]
+            )
+            rows.setflags(write=False)
             with patch(f"hvd_periodic.wires.{name}.compiled", lambda loop: None):
                 expected = wire.encode(CODING, rows)
             for found in (

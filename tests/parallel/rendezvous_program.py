@@ -51,7 +51,7 @@ def goes_on(scenario: Scenario, step: int, worker: int) -> bool:
     while True:
         fence, last = read_file(FOLDER / "fence")
         if step < fence:
-            time.sleep(0.02 * (1 + worker % 2))
+            time.sleep(0.04 * (1 + worker % 2))
             return True
         if last:
             return False

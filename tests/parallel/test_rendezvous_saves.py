@@ -24,7 +24,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scripte
 def test_a_save_is_completed_or_undone_on_all_ranks_alike(jobs: dict[str, ScriptedJob], name: str) -> None:
     """The others hear of it; one set is left, with the center of that step, and it can be loaded."""
     import hvd_periodic.torch as hvdp
-    from tests.parallel.rendezvous_program import Quadratics
+    from tests.parallel.elastic_scenarios import policies_of
+    from tests.parallel.rendezvous_program import Quadratics, optimizer_of
 
     job = jobs[name]
     is_replaced(job)
@@ -39,9 +40,9 @@ def test_a_save_is_completed_or_undone_on_all_ranks_alike(jobs: dict[str, Script
     assert all(why in text for text in heard), job.output()
     assert of_joined is None
 
-    model = Quadratics(0)
-    local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    optimizer = hvdp.PeriodicOptimizer(local, model, hvdp.DiLoCo(), 4, parameters={"own": "local"})
+    policies = {"own": "local", **policies_of(job.scenario)}
+    model = Quadratics(0, policies)
+    optimizer = optimizer_of(job.scenario, model, policies)
     hvdp.load(job.folder / "sets", model, optimizer)
     assert optimizer.synchronizer.local_steps == step
     with optimizer.center():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from hvd_periodic import AGN, BMUF, EASGD, Algorithm, Averaging, Communicator, Compression, DiLoCo, SlowMo
+from hvd_periodic.asynchronous.worker import _leave
 from hvd_periodic.comm.subset import Subset
 from hvd_periodic.numpy import SGD, NumpyReplica, PeriodicOptimizer
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
@@ -449,6 +451,10 @@ def test_it_is_refused_once_a_rank_has_died(knowing: set[int], kind: dict[str, A
             pytest.raises(RuntimeError, match=r"adopt\(\) is not available after ranks have died"),
         ):
             optimizer.adopt(model)
+        comm.allgather_object(None, "after")
+        if "quorum" in kind and comm.rank == 0:
+            assert not optimizer.synchronizer.exchanger._hub.rounds._out, "Rounds wait for all ranks again"
+        comm.allgather_object(None, "seen")
         optimizer.adopt(model)
 
     run_ranks(3, job)
@@ -477,9 +483,27 @@ def test_ranks_in_another_call_are_an_error_everywhere(kind: dict[str, Any], alo
         optimizer.finalize()
         return str(caught.value)
 
-    calls = "finalize() of optimizer 1, adopt() of optimizer 1"
+    calls = "finalize() of optimizer 1, or the end of the process; adopt() of optimizer 1"
     text = f"Ranks are in different calls: {calls}. All ranks must make the same calls in the same order"
     assert run_ranks(3, job) == [text] * 3
+
+
+def test_a_rank_at_its_end_hears_of_ranks_in_different_calls() -> None:
+    """It goes on to wait for their ends."""
+
+    def job(comm: Communicator) -> None:
+        model = started()
+        optimizer = made(comm, model, "easgd", asynchronous=True)
+        train(optimizer, model, comm.rank, 1)
+        optimizer.finalize()
+        if comm.rank < 2:
+            with pytest.raises(RuntimeError, match=r"Ranks are in different calls: finalize.* adopt"):
+                optimizer.adopt(model) if comm.rank else optimizer.finalize()
+        worker = optimizer.synchronizer.exchanger.worker
+        for _ in _leave(worker.communicator, [worker]):
+            time.sleep(1e-3)
+
+    run_ranks(3, job)
 
 
 def test_groups_in_lockstep_are_refused() -> None:

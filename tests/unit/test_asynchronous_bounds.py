@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import AGN, EASGD, Communicator, read_run_log
+from hvd_periodic import AGN, EASGD, Algorithm, Communicator, read_run_log
 from hvd_periodic.asynchronous.worker import VARIABLE
 from hvd_periodic.numpy import SGD, ElasticAverageOptimizer, NumpyReplica, PeriodicOptimizer
 from tests import bounded_oracle as slow
@@ -78,12 +79,29 @@ def test_agreement_with_whole_vectors(name: str, way: str, monkeypatch: pytest.M
     slow.check(name, ORDER, seen, norms)
 
 
-@pytest.mark.parametrize("name", slow.ALGORITHMS)
+@dataclass(frozen=True)
+class TakesTheCenter(Algorithm):
+    """Forms messages from the center as it is, and takes the one that they have moved."""
+
+    def asynchronous_variant(self, size: int) -> Algorithm:
+        return self
+
+    def message(self, space: Any, x: Any, worker: Any, center: Any, exchange: Any, out: Any = None) -> Any:
+        return space.sub(x, center, out=out), {}
+
+    def move(self, space: Any, center: Any, total: Any, exchange: Any) -> Any:
+        return {"center": space.axpy(0.5, total, center["center"])}
+
+    def pull(self, space: Any, x: Any, worker: Any, center: Any, exchange: Any) -> Any:
+        return space.copy(center), {}
+
+
+@pytest.mark.parametrize("name", [*slow.ALGORITHMS, "a user's"])
 def test_a_bound_that_nothing_reaches_changes_nothing(name: str) -> None:
     """To the bit, where the displacement from what was read is the one from what is there."""
 
     def work(communicator: Communicator, **options: Any) -> list[Any]:
-        model = Model(communicator, slow.ALGORITHMS[name], **options)
+        model = Model(communicator, slow.ALGORITHMS.get(name) or TakesTheCenter(), **options)
         seen = followed(ORDER, communicator.rank, model.train, model.look, partial(wait_for_all, communicator))
         model.optimizer.finalize()
         return seen
@@ -141,7 +159,10 @@ def test_training_that_goes_on_after_its_end_reads_the_center_as_it_is() -> None
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "median": ({"max_message_norm": "median"}, "`max_message_norm` is for synchronous exchange.*norms of others"),
+    "median": (
+        {"max_message_norm": "median"},
+        "`max_message_norm` must be a number with asynchronous=True.*norms of others",
+    ),
     "mean": ({"max_mean_norm": 1.0}, "`max_mean_norm` is for synchronous exchange"),
     "zero": ({"max_message_norm": 0.0}, "`max_message_norm` must be positive"),
     "present": ({"max_message_norm": 1.0, "parameters": {"x": "present"}}, "makes some of it 'present'"),

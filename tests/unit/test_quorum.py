@@ -251,6 +251,17 @@ def test_who_ends_without_finalize_is_not_waited_for() -> None:
     assert rounds.members() == [0, 1]
 
 
+def test_who_comes_counts_again() -> None:
+    rounds, clock = at_rest(Quorum(2, 0.5))
+    rounds.stay_out(2, starts=True)
+    rounds.come(2)
+    clock.now = 9.0
+    assert rounds.members() is None
+    rounds.come(0)
+    clock.now = 18.0
+    assert rounds.members() == [0, 2]
+
+
 def test_a_grace_may_be_longer_than_the_timeout() -> None:
     rounds, clock = at_rest(Quorum(2, grace=10.0), timeout=5.0)
     for worker in (0, 1):

@@ -169,7 +169,7 @@ def fingerprint(
         ({"period": 4}, "`optimizer`: schedule: Every(period=4) here, Every(period=2) there"),
         ({"center": "root"}, "`optimizer`: place of the center: root here, replicated there"),
         ({"compression": hvdp.Compression.int8}, "`optimizer`: compression: "),
-        ({"adam": True}, "`optimizer`: the model and its optimizer: digest "),
+        ({"adam": True}, "`optimizer`: optimizer: "),
         ({"commit": "exchange"}, "`commit` of the State: exchange here, call there"),
         ({"epoch": 0}, "what the State keeps: epoch, model, optimizer here, model, optimizer there"),
     ],

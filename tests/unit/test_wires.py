@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hvd_periodic import Compression
 from hvd_periodic.vectors.coding import BLOCK, Coding
-from hvd_periodic.wires import ChunkedTopK, loops
+from hvd_periodic.wires import ChunkedTopK, Int2, loops
 from tests import compression_oracle as slow
 from tests.helpers import Array
 
@@ -83,6 +83,8 @@ def test_loops_are_compiled_where_no_folder_takes_machine_code(monkeypatch: pyte
     """A stand-in for numba, which raises what numba raises."""
 
     class Numba(ModuleType):
+        config = SimpleNamespace(DISABLE_JIT=False)
+
         def njit(self, signature: str, nogil: bool, cache: bool = False) -> Any:
             if cache:
                 raise RuntimeError("cannot cache function 'ternary': no locator available for file 'loops.py'")
@@ -93,8 +95,22 @@ def test_loops_are_compiled_where_no_folder_takes_machine_code(monkeypatch: pyte
         found, signature = loops.compiled.__wrapped__(loops.ternary)  # type: ignore[misc]
     assert found is loops.ternary
     assert signature.startswith("void(")
+    Numba.config.DISABLE_JIT = True
+    assert loops.compiled.__wrapped__(loops.ternary) is None
     monkeypatch.setitem(sys.modules, "numba", None)
     assert loops.compiled.__wrapped__(loops.ternary) is None
+
+
+def test_subclasses_encode_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops know the base class only."""
+
+    class Wider(Int2):
+        block: ClassVar[int] = 512
+
+    rows = np.random.default_rng(0).standard_normal((1, 700)).astype("f4")
+    expected = Wider().encode(CODING, rows)
+    monkeypatch.setattr("hvd_periodic.wires.int2.compiled", lambda loop: loop)
+    np.testing.assert_array_equal(Wider().encode(CODING, rows), expected)
 
 
 def test_chunks_worked_out_by_hand() -> None:
