@@ -39,7 +39,7 @@ class TensorCoding(Coding[torch.Tensor]):
         """
         return min(max(BLOCK, elements // 4), 4 * BLOCK) if x.is_cpu else None
 
-    def on_host(self, x: torch.Tensor) -> np.ndarray[Any, Any] | None:
+    def host_array(self, x: torch.Tensor) -> np.ndarray[Any, Any] | None:
         """Return the memory of a tensor on the CPU."""
         return x.detach().numpy() if x.is_cpu else None
 

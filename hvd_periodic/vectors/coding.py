@@ -46,7 +46,7 @@ class Coding(Generic[V]):
         """
         return BLOCK
 
-    def on_host(self, x: Any) -> np.ndarray[Any, Any] | None:
+    def host_array(self, x: Any) -> np.ndarray[Any, Any] | None:
         """Return ``x`` as an array that shares its memory; None if it is on a device, or part of a graph."""
         return x if isinstance(x, np.ndarray) else None
 

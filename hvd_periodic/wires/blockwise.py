@@ -59,7 +59,7 @@ class Blockwise(Encoded):
 
     def encode(self, coding: Coding[V], rows: V) -> V:
         """Return the scales of every row, then its codes."""
-        array: Any = coding.on_host(rows)
+        array: Any = coding.host_array(rows)
         if array is not None and (loop := self.loop()) is not None:
             return coding.from_host(self._encoded_by(loop, array))
         array = rows

@@ -32,10 +32,11 @@ class Saves:
         if not self._scenario.saves or step != self._scenario.step - 1:
             return
         rank, is_last = dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
-        held = not (FOLDER / "victim").exists() and self._scenario.saves == ("lost" if is_last else "others")
+        is_first = not (FOLDER / "victim").exists()
+        held = is_first and self._scenario.saves == ("lost" if is_last else "others")
         if held:
             _hold_up(f"writing.{rank}")
-        elif self._scenario.saves == "manifest" and is_last:
+        elif is_first and self._scenario.saves == "manifest" and is_last:
             saving.Saving._write_manifests = lambda self, files: die()  # type: ignore[method-assign]
         self._begun = hvdp.save(FOLDER / "sets", self._model, self._optimizer, background=True)
         with self._optimizer.center():

@@ -103,7 +103,7 @@ def test_the_center_takes_the_hyperparameters_of_those_that_train(ranks: Reports
 
 def test_asynchronous_optimizers_are_finalized_in_one_order(ranks: Reports) -> None:
     for error in column(ranks, "asynchronous_in_another_order"):
-        assert "Call these in the same order on all ranks" in error
+        assert "All ranks must make the same calls in the same order" in error
 
 
 def test_a_rank_that_is_not_finite_is_named_or_left_out(ranks: Reports) -> None:
