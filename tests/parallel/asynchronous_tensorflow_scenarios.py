@@ -89,7 +89,7 @@ def place(center: str) -> int:
     return list(MODES.values()).index((os.environ[VARIABLE], center))
 
 
-def loop_of(number: int) -> tuple[str, Callable[[Callable[[], Any]], Callable[[], Any]]]:
+def loop_of(number: int) -> tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
     """Return one loop after the other."""
     return list(LOOPS.items())[number % len(LOOPS)]
 
@@ -250,7 +250,7 @@ def bounded_in_turn(center: str) -> Any:
     results: dict[str, Any] = {}
     for i, name in one_each(("easgd", "diloco", "agn, average", "easgd_rho"), 0, center):
         _, compiled = loop_of(i + place(center))
-        start, folder = np.array(bounded.START), FOLDER[0] / f"bounded {center} {name}"
+        start, folder = np.array(bounded.START), FOLDER[0] / f"bounded {place(center)} {name}"
         variables = [keras.Variable(part, dtype="float64") for part in np.split(start, [bounded.OF_FIRST])]
         optimizer = hvdp.PeriodicOptimizer(
             *(keras.optimizers.SGD(bounded.RATE), None, bounded.ALGORITHMS[name], bounded.PERIOD),
@@ -258,7 +258,7 @@ def bounded_in_turn(center: str) -> Any:
         )
         optimizer.build(variables)
         optimizer.synchronizer.begin()
-        step = compiled(lambda one, other, o=optimizer, v=variables: o.apply([one, other], v))  # type: ignore[misc]
+        step = compiled(step_of_two(optimizer, variables))
 
         def train(own_turn: int, step: Any = step, variables: Any = variables) -> None:
             for _ in range(bounded.PERIOD):
@@ -320,6 +320,10 @@ def vector_step(optimizer: Any, w: Any) -> Callable[[], None]:
 
 def applied(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Callable[[], None]:
     return lambda: optimizer.apply(gradients, variables)
+
+
+def step_of_two(optimizer: Any, variables: list[Any]) -> Callable[[Any, Any], None]:
+    return lambda one, other: optimizer.apply([one, other], variables)
 
 
 class OwnPeriod:

@@ -131,7 +131,7 @@ def elastic_in_turn(size: int, order: list[int]) -> tuple[list[list[float]], lis
 
 def check_elastic_in_turn(reports: Reports, modes: tuple[str, ...]) -> None:
     for mode in modes:
-        order = reports[0]["elastic_in_turn"][mode]["order"]
+        order = column(reports, "elastic_in_turn", mode, "order")[0]
         assert len(set(order)) == len(reports)
         replicas, centers = elastic_in_turn(len(reports), order)
         for rank, report in enumerate(column(reports, "elastic_in_turn", mode)):
