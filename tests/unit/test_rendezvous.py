@@ -6,6 +6,7 @@ import itertools
 import pickle
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -103,6 +104,7 @@ def test_a_rendezvous_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, li
         message = rf"The rendezvous at 127\.0\.0\.1:{port} cannot be reached{'.* does not answer' * listens}"
         with pytest.raises(ConnectionError, match=message):
             join(settings(port, "nowhere"))
+    assert "hvd_periodic.connect" not in {thread.name for thread in threading.enumerate()}, "It would wait for ever"
 
 
 @pytest.mark.parametrize(("lost", "patience"), [(60.0, 60.0), (1.0, 5.0)])
