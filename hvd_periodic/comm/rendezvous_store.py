@@ -108,7 +108,7 @@ class RendezvousWatch:
 
     def __init__(self, settings: RendezvousSettings) -> None:
         self.failure = ""
-        self._settings, self._limit = settings, patience(settings).total_seconds()
+        self._settings, self._limit = settings, max(settings.lost_seconds, 2 * _CONNECTING)
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._others: set[Address] = set()

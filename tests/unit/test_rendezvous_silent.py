@@ -24,7 +24,7 @@ from tests.parallel.rendezvous_job import rendezvous_server
 
 pytestmark = pytest.mark.timeout(120)
 
-SILENT = r"The rendezvous at 127\.0\.0\.1:\d+ cannot be reached, .*: start it with .* It has not answered for 1 s"
+SILENT = r"The rendezvous at 127\.0\.0\.1:\d+ cannot be reached, .*: start it with .* It has not answered for 2 s"
 
 
 class Server:
@@ -48,7 +48,7 @@ def process() -> Iterator[Server]:
 
 @pytest.fixture
 def server(process: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """Return a rendezvous that has to answer within a second, and goes on when the test ends."""
+    """Return a rendezvous that has to answer within two seconds, and goes on when the test ends."""
     monkeypatch.setattr(rendezvous_store, "_CONNECTING", 1.0)
     yield process
     process.go_on()
