@@ -13,8 +13,10 @@ run_and_requeue() {
   "$@" &
   launcher=$!
   trap 'stopped=1; kill -USR1 "$launcher" 2>/dev/null || true' USR1 TERM
-  # wait returns at every trapped signal, before the launcher has ended.
-  while code=0; wait "$launcher" || code=$?; kill -0 "$launcher" 2>/dev/null; do :; done
+  # wait returns at every trapped signal, with the number of the signal, whether the launcher has ended since or not.
+  while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" || true; done
+  code=0
+  wait "$launcher" || code=$?
   if [[ -e ${REQUEUE_NOTE:-} ]]; then
     rm -f "$REQUEUE_NOTE"
     ((code > 0)) || code=$REQUEUE_CODE

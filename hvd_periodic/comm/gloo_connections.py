@@ -11,15 +11,12 @@ Tests: ``test_rendezvous.py::test_a_stopped_worker_is_excluded`` and
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
-_DESCRIPTORS = Path("/proc/self/fd")
-"""Where Linux lists the descriptors of this process; elsewhere, no connection is found."""
+from hvd_periodic.comm.own_sockets import ends, opened, sockets
 
 
 class GlooConnections:
@@ -38,12 +35,12 @@ class GlooConnections:
             rank: this process among them.
             size: their number.
         """
-        before = _sockets()
+        before = sockets()
         yield
-        new = {number: link for number, link in _sockets().items() if before.get(number) != link}
+        new = {number: link for number, link in sockets().items() if before.get(number) != link}
         own, connected = [], {}
         for number, link in new.items():
-            with suppress(OSError), _opened(number, link) as found:
+            with suppress(OSError), opened(number, link) as found:
                 if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     own.append(found.getsockname()[1])
                 else:
@@ -57,7 +54,7 @@ class GlooConnections:
     def close(self) -> None:
         """Close all connections: collectives that are under way fail within moments."""
         for number, link in self._known.items():
-            with suppress(OSError), _opened(number, link) as found:
+            with suppress(OSError), opened(number, link) as found:
                 found.shutdown(socket.SHUT_RDWR)
         self._known.clear()
 
@@ -65,53 +62,26 @@ class GlooConnections:
 def links() -> list[list[str]]:
     """Return the TCP connections of this process, each by the addresses of its ends, the own one first."""
     found = []
-    for number, link in _sockets().items():
-        with suppress(OSError), _opened(number, link) as connection:
+    for number, link in sockets().items():
+        with suppress(OSError), opened(number, link) as connection:
             found.append(_ends(connection))
     return found
 
 
 def close_links(theirs: Collection[list[str]]) -> None:
     """Close the connections to a process whose :func:`links` are these: collectives with it fail within moments."""
-    for number, link in _sockets().items():
-        with suppress(OSError), _opened(number, link) as connection:
+    for number, link in sockets().items():
+        with suppress(OSError), opened(number, link) as connection:
             if _ends(connection)[::-1] in theirs:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 def _ends(connection: socket.socket) -> list[str]:
     """Return the addresses of both ends of a connection; an OSError if there is none."""
-    return [_address(*end[:2]) for end in (connection.getsockname(), connection.getpeername())]
+    return [_address(*end) for end in ends(connection)]
 
 
 def _address(host: str, port: int) -> str:
-    """Return an address, the same for both kinds of sockets; within a host, with the name of the host."""
-    host = host.removeprefix("::ffff:")
+    """Return an address; within a host, with the name of the host."""
     local = host.startswith("127.") or host == "::1"
     return f"{socket.gethostname() if local else ''} {host} {port}"
-
-
-def _sockets() -> dict[int, str]:
-    """Return the sockets of this process: the link that identifies each, by descriptor."""
-    found: dict[int, str] = {}
-    try:
-        entries = list(_DESCRIPTORS.iterdir())
-    except OSError:  # This is not Linux, or no descriptor is free.
-        return found
-    for entry in entries:
-        with suppress(OSError):
-            link = str(entry.readlink())
-            if link.startswith("socket:"):
-                found[int(entry.name)] = link
-    return found
-
-
-@contextmanager
-def _opened(number: int, link: str) -> Iterator[socket.socket]:
-    """Return a socket, under a descriptor of its own; an OSError if it is closed, or is not TCP."""
-    with socket.socket(fileno=os.dup(number)) as found:
-        if str((_DESCRIPTORS / str(found.fileno())).readlink()) != link:
-            raise OSError
-        if found.family not in (socket.AF_INET, socket.AF_INET6):
-            raise OSError
-        yield found

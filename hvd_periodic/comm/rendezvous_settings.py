@@ -30,6 +30,9 @@ LOST = "HVD_PERIODIC_LOST_SECONDS"
 PATIENCE = "HVD_PERIODIC_JOIN_SECONDS"
 """Environment variable: seconds for which a worker waits until the minimum of ranks has come."""
 
+NCCL = "HVD_PERIODIC_NCCL"
+"""Environment variable: 1, if ranks exchange CUDA tensors over NCCL; 0: over Gloo."""
+
 _ADDRESS = re.compile(r"(?P<host>[^\s:]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d{1,5})")
 _RANGE = re.compile(r"(\d+)(?::(\d+))?")
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
@@ -54,6 +57,7 @@ class RendezvousSettings:
         secret: a text that only the workers of the job know; empty: there is none.
         lost_seconds: seconds without a sign of life after which a worker counts as lost.
         join_seconds: seconds for which a worker waits for the minimum.
+        nccl: whether ranks exchange CUDA tensors over NCCL.
     """
 
     host: str
@@ -64,6 +68,7 @@ class RendezvousSettings:
     secret: str = ""
     lost_seconds: float = 10.0
     join_seconds: float = 600.0
+    nccl: bool = False
 
     @property
     def one_host(self) -> bool:
@@ -73,7 +78,8 @@ class RendezvousSettings:
     @property
     def terms(self) -> dict[str, str]:
         """What has to be equal in all workers of a job, in words by what it is."""
-        return {"the number of ranks": f"{self.minimum} to {self.maximum}"}
+        over = "NCCL" if self.nccl else "Gloo"
+        return {"the number of ranks": f"{self.minimum} to {self.maximum}", "what carries CUDA tensors": over}
 
     @classmethod
     def of_environment(cls, min_ranks: int | None = None, max_ranks: int | None = None) -> RendezvousSettings:
@@ -93,6 +99,9 @@ class RendezvousSettings:
             raise ValueError(
                 f"The environment variable {VARIABLE} must be the host:port of an hvdp rendezvous. Received: {text!r}"
             )
+        nccl = os.environ.get(NCCL, "").strip() or "0"
+        if nccl not in ("0", "1"):
+            raise ValueError(f"The environment variable {NCCL} must be 0 or 1. Received: {nccl!r}")
         least, most = _numbers_of_ranks(min_ranks, max_ranks)
         return cls(
             address["host"],
@@ -103,6 +112,7 @@ class RendezvousSettings:
             os.environ.get(SECRET, ""),
             seconds_in_environment(LOST, cls.lost_seconds, 1, "at least 1"),
             seconds_in_environment(PATIENCE, cls.join_seconds, 1, "at least 1"),
+            nccl == "1",
         )
 
 

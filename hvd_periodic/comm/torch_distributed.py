@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hvd_periodic.comm import nccl_groups
 from hvd_periodic.comm.elastic import RanksLostError
 from hvd_periodic.comm.gloo_connections import GlooConnections
 from hvd_periodic.comm.island import Island
@@ -326,25 +327,27 @@ _CREATION = timedelta(seconds=30)
 """Within which all ranks of an elastic job create a group: one may be lost meanwhile."""
 
 
-def open_world(store: Any, rank: int, size: int, one_host: bool) -> None:
-    """Initialize torch.distributed over Gloo for the current ranks of an elastic job; collective.
+def open_world(store: Any, rank: int, size: int, one_host: bool, backends: str = "gloo") -> None:
+    """Initialize torch.distributed for the current ranks of an elastic job; collective.
 
     Args:
         store: the store of these ranks, which no other set of ranks uses.
         rank: this process among them.
         size: their number.
         one_host: whether all of them are on this host.
+        backends: what carries tensors: Gloo, for CUDA tensors also NCCL.
 
     Raises:
         RanksLostError: a rank was lost meanwhile.
     """
     try:
         with _elastic.connections.of_group(store, "world", rank, size):
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_CREATION)
+            dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=_CREATION)
         _c10d._set_pg_timeout(_FOR_EVER, dist.group.WORLD)
         _elastic.group, _elastic.rank = dist.group.WORLD, rank
         _elastic.store, _elastic.one_host = store, one_host
-        _ = TorchDistributedCommunicator()._group  # Now that all are here: later, one may restore a commit for long.
+        # Now that all are here: later, one may restore a commit for long.
+        nccl_groups.connect(TorchDistributedCommunicator()._group)
     except RuntimeError as error:
         raise RanksLostError(f"A process was lost while all ranks connected: {error}") from error
 
@@ -401,6 +404,7 @@ _ENDING = 10.0
 def close_world() -> None:
     """Abort the collectives of an elastic job, and destroy its groups; local. Those of an island stay."""
     _elastic.connections.close()
+    nccl_groups.abort(_c10d._world.pg_names if _elastic.island is None else [])
     deadline = time.monotonic() + _ENDING
     while not all(work.is_completed() for work in _elastic.under_way):  # They may still write into tensors.
         if time.monotonic() > deadline:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,9 +31,17 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.collective_tracker import CollectiveTracker, trackers
 from hvd_periodic.comm.elastic import ElasticJob, Function, RanksJoinInterrupt, RanksLostError, State
 from hvd_periodic.comm.island_failures import IslandFailures, IslandRankError
-from hvd_periodic.comm.rendezvous_settings import JOB, RendezvousSettings
+from hvd_periodic.comm.nccl_groups import BACKENDS, require_nccl
+from hvd_periodic.comm.rendezvous_settings import JOB, NCCL, RendezvousSettings
 from hvd_periodic.comm.rendezvous_state import RendezvousState, View, require_same_terms
-from hvd_periodic.comm.rendezvous_store import JobOverError, connected, explained, patience, without_server
+from hvd_periodic.comm.rendezvous_store import (
+    JobOverError,
+    RendezvousWatch,
+    connected,
+    explained,
+    patience,
+    without_server,
+)
 from hvd_periodic.comm.torch_distributed import (
     TorchDistributedCommunicator,
     close_world,
@@ -98,6 +106,7 @@ class TorchRendezvous(ElasticJob):
         self._handler: Any = None
         self._store: Any = None
         self._signs: Any = None
+        self._answers = RendezvousWatch(settings)
         self._watch: threading.Thread | None = None
         self._failures_within: IslandFailures | None = None
         self._ended = threading.Event()
@@ -121,8 +130,8 @@ class TorchRendezvous(ElasticJob):
         """Return the result of ``function(state, ...)``, called again in every round; leave the job if it fails.
 
         Raises:
-            RuntimeError: the job is over; it fails in the same way again and again; or another rank of this island has
-                raised an error.
+            RuntimeError: the job is over; it fails in the same way again and again; another rank of this island has
+                raised an error; or NCCL is asked for, and there is none.
             ValueError, ConnectionError, TimeoutError: as :func:`hvd_periodic.elastic.state.run`.
         """
         set_up()
@@ -132,17 +141,32 @@ class TorchRendezvous(ElasticJob):
                 f"one function, or start the process again, if the job is over with another name in {JOB}"
             )
         take_part_as(self.island)
+        if self._settings.nccl:
+            if self.island is not None:
+                raise RuntimeError(f"{NCCL} is set, and islands exchange over Gloo: unset it")
+            require_nccl()
+        try:
+            self._arrive(state)
+            self._began = True
+            return self._in_rounds_or_leave(function, state, args, kwargs)
+        finally:
+            self._answers.stop()
+
+    def _arrive(self, state: State) -> None:
+        """Connect to the rendezvous, together with the other ranks of an island."""
         if self.island is None:
             self._connect(state)
-        else:
-            ranks = self.island.ranks
-            build_on_all(ranks, "hvd_periodic.rendezvous", lambda: self._connect(state))
-            own = self.island.of_first(lambda: self._view.own)
-            key = f"hvd_periodic.{self._settings.job}.failed.{own}"
-            self._failures_within = IslandFailures(self._signs, key, ranks.rank, ranks.size)
-            self._watch = threading.Thread(target=self._look, args=[own], name="hvd_periodic.island", daemon=True)
-            self._watch.start()
-        self._began = True
+            return
+        ranks = self.island.ranks
+        build_on_all(ranks, "hvd_periodic.rendezvous", lambda: self._connect(state))
+        own = self.island.of_first(lambda: self._view.own)
+        key = f"hvd_periodic.{self._settings.job}.failed.{own}"
+        self._failures_within = IslandFailures(self._signs, key, ranks.rank, ranks.size)
+        self._watch = threading.Thread(target=self._look, args=[own], name="hvd_periodic.island", daemon=True)
+        self._watch.start()
+
+    def _in_rounds_or_leave(self, function: Function, state: State, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the result of the function; leave the job if it fails."""
         try:
             return self._in_rounds(function, state, args, kwargs)
         except BaseException as error:
@@ -206,10 +230,15 @@ class TorchRendezvous(ElasticJob):
     def _view(self) -> View:
         return View() if self._state is None else self._state.view
 
+    def _explained(self) -> AbstractContextManager[None]:
+        """Return a ``with`` block that raises errors of the rendezvous in words of this package."""
+        return explained(self._settings, lambda: self._view.taking_part, lambda: self._answers.failure)
+
     def _connect(self, state: State) -> None:
         """Connect to the rendezvous; for the worker, check that it belongs to the job."""
         settings = self._settings
-        with explained(settings, lambda: self._view.taking_part):
+        with self._explained():
+            self._answers.start()
             self._store, self._signs = connected(settings), connected(settings)
             if self.island is not None and not self.island.is_first:
                 return
@@ -267,7 +296,8 @@ class TorchRendezvous(ElasticJob):
         self._round = found.number
         self._await_all(found)
         if island is None:
-            open_world(store, found.rank, found.size, settings.one_host)
+            backends = BACKENDS if settings.nccl else "gloo"
+            open_world(store, found.rank, found.size, settings.one_host, backends)
         else:
             name = f"hvd_periodic.{settings.job}.islands.{found.number}"
             with_prefix: Any = dist.PrefixStore  # type: ignore[attr-defined]  # As TCPStore.
@@ -282,7 +312,7 @@ class TorchRendezvous(ElasticJob):
 
     def _meet(self) -> tuple[_Round, Any]:
         """Take part in the next round of the rendezvous; return it, with its store."""
-        with explained(self._settings, lambda: self._view.taking_part), without_server():
+        with self._explained(), without_server():
             before = self._view.round
             self._meets = True
             try:
@@ -304,7 +334,7 @@ class TorchRendezvous(ElasticJob):
         """
         position = 0 if self.island is None else self.island.ranks.rank
         key = f"hvd_periodic.{self._settings.job}.here.{found.number}.{position}"
-        with explained(self._settings, lambda: self._view.taking_part):
+        with self._explained():
             self._store.add(key, 1)
             self._arrivals.wait_for(0, lambda: self._store.add(key, 0) >= found.size, _POLL)
 

@@ -78,16 +78,16 @@ class CommittableOptimizer(Committable):
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        """Settings of exchanges and of the local optimizer, digests of tensors, and names of ``"local"`` parameters."""
+        """Settings of exchanges and of the local optimizer, a digest of tensors, names of ``"local"`` parameters."""
         synchronizer = self.synchronizer
         specs = [spec for group in synchronizer.tensor_groups for spec in group.values.layout.specs]
         facts = dict(synchronizer.replica.facts())
         words = {name: facts.pop(name) for name in ("optimizer", "bucket_bytes", "center_device") if name in facts}
+        tensors = [*((spec.name, tuple(spec.shape)) for spec in specs), *facts.items()]
         return {
             **settings_of(synchronizer.exchanger, synchronizer.policy),
             **words,
-            "the parameters": f"{len(specs)}, digest {_digest((spec.name, tuple(spec.shape)) for spec in specs)}",
-            "all tensors, with their dtypes": f"digest {_digest(facts.items())}",
+            "names, shapes and dtypes of tensors": f"{len(specs)} exchanged, digest {_digest(tensors)}",
             "the 'local' parameters": sorted(synchronizer.replica.local_names),
         }
 

@@ -47,7 +47,7 @@ class Job:
     """
 
     def __init__(self, name: str, folder: Path, rendezvous: str, most: int | None = None) -> None:
-        self.name, self.folder, self._rendezvous = name, folder, rendezvous
+        self.name, self.folder, self.rendezvous = name, folder, rendezvous
         self.scenario = JOBS[name]
         self._most = most or self.scenario.workers
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -56,7 +56,7 @@ class Job:
         """Start one more worker, with more in its environment."""
         number = len(self.processes)
         settings = {
-            "HVD_PERIODIC_RENDEZVOUS": self._rendezvous,
+            "HVD_PERIODIC_RENDEZVOUS": self.rendezvous,
             "HVD_PERIODIC_JOB": self.name,
             "HVD_PERIODIC_RANKS": f"{self.scenario.wait_size}:{self._most}",
             "HVD_PERIODIC_LOST_SECONDS": f"{self.scenario.lost}",
@@ -100,6 +100,11 @@ class Job:
                 with suppress(FileNotFoundError, ProcessLookupError):
                     os.kill(int(file.read_text()), signal.SIGKILL)
 
+    @property
+    def victim(self) -> int:
+        """The process to which it has happened."""
+        return int((self.folder / "victim").read_text())
+
     def end(self, rank: int) -> dict[str, Any]:
         """Return what a rank had in the end."""
         found: dict[str, Any] = json.loads((self.folder / f"end.{rank}.json").read_text())
@@ -141,8 +146,8 @@ def torchrun(ranks: int = RANKS, restarts: int = 0) -> list[str]:
 
 
 @contextmanager
-def rendezvous() -> Iterator[str]:
-    """Run a rendezvous inside the ``with`` block; return its host and port."""
+def rendezvous_server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run a rendezvous inside the ``with`` block; return its host and port, and its process."""
     server = subprocess.Popen(
         [sys.executable, "-m", "hvd_periodic", "rendezvous", "--port", "0"],
         env=environment(),
@@ -152,11 +157,18 @@ def rendezvous() -> Iterator[str]:
     )
     assert server.stdout is not None
     try:
-        yield f"127.0.0.1:{server.stdout.readline().strip().rpartition(':')[2]}"
+        yield f"127.0.0.1:{server.stdout.readline().strip().rpartition(':')[2]}", server
     finally:
         server.kill()
         server.wait()
         server.stdout.close()
+
+
+@contextmanager
+def rendezvous() -> Iterator[str]:
+    """Run a rendezvous inside the ``with`` block; return its host and port."""
+    with rendezvous_server() as (address, _):
+        yield address
 
 
 def numbered(stretches: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> list[tuple[int, list[int]]]:

@@ -20,8 +20,8 @@ class Scenario:
         center: where it lives.
         workers: at the start.
         what: happens to the last rank, once: ``kill`` or ``stop``; ``raise``: an error of the user's, after which the
-            process lives on; ``hang``, outside of the library; ``down``: the rendezvous ends, and the rank is killed
-            later; ``torchrun``: it is killed, and torchrun starts it again;
+            process lives on; ``hang``, outside of the library; ``down``: the rendezvous ends, or stops for a while or
+            for ever, and the rank is killed later; ``torchrun``: it is killed, and torchrun starts it again;
             ``events``: whatever ``rendezvous_events.py`` does to any worker. To an island: ``kill`` all its ranks;
             ``in flight``: the same, after the handshake of an exchange, so that the data of the others is in flight;
             ``torchrun``: kill one rank, whereupon torchrun ends the others, and starts the island again; ``stop``, or
@@ -101,7 +101,10 @@ THOROUGH = {
 
 DOWN = {
     "without a rendezvous": Scenario("easgd", workers=2, wait_size=1, what="down", again=False),
+    "at one that stops": Scenario("easgd", workers=2, wait_size=1, what="down", again=False, lost=15.0),
+    "at one that stops for a while": Scenario("easgd", workers=2, wait_size=1, what="down", again=False),
 }
+"""Jobs whose rendezvous does not answer."""
 
 SAVES = {
     "while it writes": Scenario("diloco", saves="lost"),

@@ -50,7 +50,7 @@ def happen(scenario: Scenario, step: int, state: Any) -> None:
         falls_silent(state)
         if scenario.saves != "manifest":  # Else, it dies when the set is completed.
             befall(scenario.what)
-    if down and step == scenario.step + 2 * PERIOD and rank == size - 1:
+    if down and step == scenario.step + 2 * PERIOD and rank == size - 1 and size == scenario.workers:
         die()
     late = (
         scenario.what != "events" and step == scenario.step - 2 and size < scenario.workers and not happened

@@ -13,6 +13,9 @@ from pathlib import Path
 
 SECONDS = 120
 
+CPUS = 3
+"""Of the node, as Slurm sees it, whatever there are."""
+
 _CONF = """ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
@@ -29,7 +32,8 @@ SlurmdLogFile={folder}/slurmd.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
 MpiDefault=none
 KillWait=15
 SchedulerParameters=requeue_setup_env_fail
@@ -63,7 +67,7 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
         (folder / name).mkdir()
     ports = [_free_port() for _ in range(2)]
     conf = folder / "slurm.conf"
-    conf.write_text(_CONF.format(folder=folder, host=host, port=ports[0], node_port=ports[1], cpus=os.cpu_count()))
+    conf.write_text(_CONF.format(folder=folder, host=host, port=ports[0], node_port=ports[1], cpus=CPUS))
     (folder / "munge.key").write_bytes(os.urandom(64))
     (folder / "munge.key").chmod(0o600)
     environment = {**os.environ, "SLURM_CONF": str(conf), "PATH": f"{os.environ['PATH']}:/usr/sbin"}

@@ -43,11 +43,6 @@ class ScriptedJob(Job):
                 self.start()
         return all(process.poll() is not None for process in self.processes)
 
-    @property
-    def victim(self) -> int:
-        """The process to which it has happened."""
-        return int((self.folder / "victim").read_text())
-
 
 def run(names: Iterable[str], folders: pytest.TempPathFactory) -> Iterator[dict[str, ScriptedJob]]:
     """Run scenarios at once."""
@@ -92,7 +87,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scr
     yield from run(KERAS_COMPILED, tmp_path_factory)
 
 
-ENDS = {"kill": [-9], "hang": [1], "raise": [0], "stop": [], "torchrun": []}
+ENDS = {"kill": [-9], "hang": [1], "raise": [0], "stop": [], "torchrun": [], "down": [-9]}
 """Exit codes of processes besides those that train to the end."""
 
 
@@ -176,7 +171,7 @@ def joins_again(job: ScriptedJob) -> None:
     assert "The other ranks have gone on without this process, which joins as a new one" in job.output()
 
 
-def go_on_without(job: ScriptedJob) -> None:
+def go_on_without(job: Job) -> None:
     """Check that the others have gone on without a worker."""
     stretches, victim = check(job), job.victim
     assert victim not in stretches[-1]

@@ -11,13 +11,18 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.conftest import PATIENCE
+from tests.parallel.elastic_scenarios import PERIOD, expected
 from tests.parallel.launch import ROOT, environment, python, start
-from tests.parallel.slurm import NoSlurmError, slurm
+from tests.parallel.rendezvous_job import Job, numbered, rendezvous_server
+from tests.parallel.rendezvous_scenarios import EVENTS, read_file, replace_file
+from tests.parallel.slurm import CPUS, NoSlurmError, slurm
 from tests.parallel.tiers import thorough
 from tests.parallel.waiting_digits import EPOCH
 
@@ -164,6 +169,100 @@ def test_srun_waits_for_who_saves_when_others_have(cluster: dict[str, str], tmp_
     assert end_of(cluster, job) == ("COMPLETED", "0"), log.read_text()
     assert [log.read_text().count(text) for text in ("has saved", "goes on")] == [2, 2], log.read_text()
     assert not list(ROOT.glob(".slurm-*"))
+
+
+def task_of(worker: tuple[int, int]) -> int:
+    """Return the number of the task of an array whose process a worker is."""
+    found = re.search(r"\bSLURM_ARRAY_TASK_ID=(\d+)", Path(f"/proc/{worker[0]}/environ").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+class Array:
+    """An elastic job whose workers are the tasks of an array, and train until they are told to end.
+
+    Args:
+        cluster: the environment of Slurm's commands.
+        folder: for the files of the job.
+        address: of the rendezvous.
+    """
+
+    def __init__(self, cluster: dict[str, str], folder: Path, address: str) -> None:
+        self._cluster, self.job = cluster, Job(next(iter(EVENTS)), folder, address)
+        self.train(10**6, to_the_end=False)
+        told = {"HVD_PERIODIC_RENDEZVOUS": address, "HVD_PERIODIC_RANKS": "2:2", "HVD_PERIODIC_LOST_SECONDS": "30"}
+        words = ["sbatch", "--parsable", "--array=0-3", f"--output={folder}/output.%a", "--time=10"]
+        program = ["-m", "tests.parallel.rendezvous_program", self.job.name, str(folder), "0"]
+        self.number = run(cluster | told, *words, "run_scripts/slurm_array.sbatch", *program).strip()
+
+    def train(self, steps: int, to_the_end: bool) -> None:
+        """Let the workers take steps until there are so many; then end, or wait."""
+        replace_file(self.job.folder / "fence", (steps, to_the_end))
+
+    def states(self) -> dict[int, str]:
+        """Return the states of tasks by number, as Slurm calls them."""
+        shown = run(self._cluster, "scontrol", "show", "job", "-o", self.number)
+        found = re.findall(r"ArrayTaskId=(\d+) .*?JobState=(\w+)", shown)
+        return {int(number): state for number, state in found}
+
+    def running(self) -> set[int]:
+        """Return the numbers of tasks that run."""
+        return {number for number, state in self.states().items() if state == "RUNNING"}
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Wait until something is so."""
+        for _ in range(2 * SECONDS):
+            if condition():
+                return
+            time.sleep(0.5)
+        raise AssertionError(f"{self.states()}\n{self.job.begun()}\n{self.job.output()}")
+
+    def trains(self, stretches: int) -> bool:
+        """Return whether there have been so many stretches of training, with exchanges in the last of them."""
+        begun, file = self.job.stretches(), self.job.folder / "progress"
+        return len(begun) == stretches and file.exists() and read_file(file) >= begun[-1][0] + 2 * PERIOD
+
+    def told(self, number: int, text: str) -> int:
+        """Return how often a task has printed something."""
+        file = self.job.folder / f"output.{number}"
+        return file.read_text().count(text) if file.exists() else 0
+
+
+@pytest.mark.timeout(900)
+def test_tasks_of_an_array_are_workers_that_come_and_go(cluster: dict[str, str], tmp_path: Path) -> None:
+    """Of four tasks, three run; two train, which is the minimum and the maximum, and one waits for a place."""
+    with rendezvous_server() as (address, _):
+        array = Array(cluster, tmp_path, address)
+        array.wait(lambda: array.trains(1) and len(array.running()) == CPUS)
+        array.wait(lambda: sum(array.told(number, f"of job '{array.number}' waits at") for number in range(4)) == CPUS)
+        first, second = map(task_of, array.job.stretches()[0][1])
+        [spare] = array.running() - {first, second}
+        [left_out] = set(range(4)) - array.running()
+
+        # Preempted: its worker ends, the one that waited joins, and the queue lets the task start that it had left out.
+        run(cluster, "scancel", "--batch", "--signal=USR1", f"{array.number}_{first}")
+        array.wait(lambda: array.told(first, "queueing job") == 1 and left_out in array.running())
+        array.wait(lambda: array.trains(2))
+        # Cancelled: the next one joins, and the one that was preempted starts again as soon as it may.
+        run(cluster, "scancel", f"{array.number}_{second}")
+        array.wait(lambda: array.states().get(second) == "CANCELLED")
+        run(cluster, "scontrol", "update", f"jobid={array.number}_{first}", "starttime=now")
+        array.wait(lambda: array.trains(3) and array.running() == {spare, left_out, first})
+        # Killed and queued again by Slurm itself.
+        run(cluster, "scontrol", "requeue", f"{array.number}_{spare}")
+        array.wait(lambda: array.trains(4))
+
+        array.train(read_file(tmp_path / "progress") + 10 * PERIOD, to_the_end=True)
+        array.wait(lambda: not array.running())
+    stretches = array.job.stretches()
+    assert [len(workers) for _, workers in stretches] == [2] * 4
+    for (_, before), (_, after) in pairwise(stretches):
+        assert len(set(before) & set(after)) == 1, "One of the two goes on in the same process"
+    assert {array.states()[number] for number in (left_out, first)} == {"COMPLETED"}
+    ends = [array.job.end(rank) for rank in range(2)]
+    center, _ = expected(array.job.scenario.algorithm, numbered(stretches), overlap=2, steps=ends[0]["steps"])
+    for end in ends:
+        np.testing.assert_allclose(end["center"], center, rtol=0, atol=1e-9)
 
 
 def test_a_job_can_be_cancelled(cluster: dict[str, str], tmp_path: Path) -> None:

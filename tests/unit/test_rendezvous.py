@@ -6,6 +6,7 @@ import itertools
 import pickle
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -103,6 +104,7 @@ def test_a_rendezvous_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, li
         message = rf"The rendezvous at 127\.0\.0\.1:{port} cannot be reached{'.* does not answer' * listens}"
         with pytest.raises(ConnectionError, match=message):
             join(settings(port, "nowhere"))
+    assert "hvd_periodic.connect" not in {thread.name for thread in threading.enumerate()}, "It would wait for ever"
 
 
 @pytest.mark.parametrize(("lost", "patience"), [(60.0, 60.0), (1.0, 5.0)])
@@ -164,7 +166,7 @@ def fingerprint(
     ("other", "what"),
     [
         ({}, f"the version of hvd_periodic: another here, {__version__} there."),
-        ({"inputs": 3}, "`optimizer`: the parameters: 2, digest "),
+        ({"inputs": 3}, "`optimizer`: names, shapes and dtypes of tensors: 2 exchanged, digest "),
         ({"algorithm": hvdp.EASGD()}, "`optimizer`: algorithm: EASGD("),
         ({"period": 4}, "`optimizer`: schedule: Every(period=4) here, Every(period=2) there"),
         ({"center": "root"}, "`optimizer`: place of the center: root here, replicated there"),
@@ -182,8 +184,10 @@ def test_a_worker_of_another_training(
         join(settings(port, what), **fingerprint())
     if not other:
         monkeypatch.setattr(state_module, "__version__", "another")
-    with pytest.raises(ValueError, match=f"at this rendezvous trains something else: .*{re.escape(what)}"):
+    with pytest.raises(ValueError, match=f"at this rendezvous trains something else: .*{re.escape(what)}") as raised:
         join(settings(port, what), **fingerprint(**other))
+    different = str(raised.value).partition(" trains something else")[2]
+    assert different.count("digest ") in (0, 2), "It is said once, of here and of there"
 
 
 def test_a_job_that_is_over(port: int) -> None:
