@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import numpy as np
@@ -14,11 +12,12 @@ import numpy as np
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors, empty
 from hvd_periodic.asynchronous.closing import Closing, Contribution
+from hvd_periodic.asynchronous.meeting import AGAIN, LOOK, PULLS, TEXT, Meeting, failure, in_bytes, verdicts
 from hvd_periodic.asynchronous.rounds import Rounds
 from hvd_periodic.asynchronous.service import ANSWER, Service, ServiceTransport, payload_tag
 from hvd_periodic.asynchronous.wire_formats import States
 from hvd_periodic.checkpoints.tree import Leaves
-from hvd_periodic.comm.handshake import Purpose, Record, integers, unpack_records
+from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, Request
 from hvd_periodic.logs import logger
 from hvd_periodic.outer.framework import OuterOptimizer
@@ -29,51 +28,8 @@ back; it comes to no round (1 in place of the bucket), or again (0, answered); i
 has to say and its payloads follow the first at once, without an answer in between. The answer to the last is the number
 of the last round, then the buckets that workers ask for."""
 
-_NOTHING, _TAKEN, _MOVED, _FAILED, _AGAIN = range(5)
-"""What has become of a round for a worker: nothing moved, as nobody had anything to contribute; nor did the center, but
-this worker, which is left out, takes it; the center moved; the round did not close; or this worker has to come again,
-as the center has moved since it saw it."""
 
-_PULLS = (_TAKEN, _MOVED)
-"""After these, the vectors follow that the worker pulls."""
-
-_LOOK = 0.1
-"""Seconds between two looks for ranks that have died."""
-
-_TEXT = 1024
-"""Bytes of the reason why a worker cannot go on."""
-
-_VERDICT = 8
-"""Integers of the verdict on a round before the members, their records and the workers that were given up, or the
-reason why it did not close: what has become of it, its number, the number of members, the staleness of the worker; as
-float64 the norm of its message, the factor to which that was reduced, and the norm of the mean, each NaN if there is
-none; and the number of workers that were given up."""
-
-
-@dataclass(frozen=True)
-class Round:
-    """A round that has closed, as each of those in it knows it.
-
-    Attributes:
-        number: its number, from 1, among those that have moved the center.
-        members: the workers that took part.
-        records: their records, in the same order.
-        staleness: rounds that closed between the one that this worker was in before, and this one.
-        moved: whether the center has moved.
-        norms: ``message_norm`` of this worker, and ``mean_norm``, where norms are bounded.
-        given_up: the workers that will not come again.
-    """
-
-    number: int
-    members: Sequence[int]
-    records: Sequence[Record]
-    staleness: int
-    moved: bool
-    norms: Mapping[str, float] = field(default_factory=dict)
-    given_up: Sequence[int] = ()
-
-
-class HubTransport(ServiceTransport):
+class HubTransport(Meeting, ServiceTransport):
     """Workers meet in rounds at the root, which holds the center.
 
     A round needs all that a worker has: who is stopped in the middle of sending keeps nobody waiting.
@@ -88,12 +44,6 @@ class HubTransport(ServiceTransport):
         leaves: handles the tensors in the state of the optimizer.
         rounds: decides who takes part; used on the root.
         dead_ranks: returns the workers that are known to be dead.
-
-    Attributes:
-        round: the last round in which this worker was.
-        waited: seconds for which it waited for the close, the way of its messages included.
-        message_norm: the norm of the message with which this worker comes, if it measures that; otherwise NaN.
-        fetched_buckets: number of buckets, the first ones, that workers ask for before they form their messages.
     """
 
     def __init__(
@@ -108,18 +58,10 @@ class HubTransport(ServiceTransport):
         rounds: Rounds,
         dead_ranks: Callable[[], Sequence[int]],
     ) -> None:
-        self.round = Round(0, [], [], 0, moved=False)
-        self.waited = 0.0
-        self.message_norm = math.nan
-        self.fetched_buckets = len(parts[0].layout.buckets) if parts[0].asks_for_center else 0
-        self.ranks = list(ranks)
-        workers = len(self.ranks)
-        self.rounds, self.workers, self.dead_ranks, self.root = rounds, workers, dead_ranks, root
-        self._record = Record(0, 0)
-        uses_rates = parts[0].algorithm.uses_learning_rate
-        self._rates = len(parts[0].layout.specs) if uses_rates else 0
+        self._prepare(parts, ranks, root)
+        self.rounds, self.dead_ranks = rounds, dead_ranks
         super().__init__(
-            *(requests, replies, parts, workers, [root]),
+            *(requests, replies, parts, self.workers, [root]),
             bounds=lambda bucket: [(0, bucket.size)],
             optimizer=optimizer,
             leaves=leaves,
@@ -129,66 +71,11 @@ class HubTransport(ServiceTransport):
     def _start(self, shard: CenterInMemory, optimizer: OuterOptimizer) -> Service:
         return Hub(self._requests, self._replies, shard, optimizer, self._states, self)
 
-    def introduce(self, record: Record) -> None:
-        """Set the record with which this worker comes to the next round."""
-        self._record = record
-
-    def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        """Come to a round, wait for its close, and yield the vectors to pull; none if nothing has moved.
-
-        Raises:
-            RuntimeError: no round closes any more.
-        """
-        self.waited = 0.0
-        verdict, pulled = self._come(exchange, payloads)
-        self._note(verdict)
-        yield from pulled
-
-    def exchange_from_center(
-        self, exchange: Exchange, form: Callable[[Sequence[np.ndarray]], Iterator[np.ndarray]]
-    ) -> Iterator[np.ndarray]:
-        """As :meth:`exchange`, of messages that are formed from the center as it is when the round closes.
-
-        If a round closes without this worker after it has read the center, the worker tries again: it reads the
-        center, forms its message and comes to the next round.
-
-        Args:
-            exchange: the exchange.
-            form: returns what this worker sends, given the buckets that workers ask for; called at every try.
-
-        Raises:
-            RuntimeError: no round closes any more.
-        """
-        self.waited = 0.0
-        while True:
-            seen, centers = self._see()
-            self.message_norm = math.nan
-            verdict, pulled = self._come(exchange, form(centers), seen)
-            if verdict[0] != _AGAIN:
-                break
-        self._note(verdict)
-        if verdict[0] in _PULLS:
-            yield from centers
-        yield from pulled
-
-    def _come(
-        self, exchange: Exchange, payloads: Iterator[np.ndarray], seen: int = -1
-    ) -> tuple[np.ndarray, Iterator[np.ndarray]]:
-        """Come to a round, and wait for its close; return the verdict, and the vectors to pull."""
-        # Copies: a front end may form the next one in the same memory.
-        copies = [np.array(payload) for payload in payloads]
-        sent = Contribution(self._record, list(exchange.rates), copies, seen, self.message_norm)
-        came = time.perf_counter()
+    def _come(self, sent: Contribution) -> tuple[np.ndarray, Iterator[np.ndarray]]:
+        """Come to a round with what this worker has; return the verdict, and the vectors to pull."""
         if self._rank == self.root:
-            answer = self._hub.attend_round(self._rank, sent, self._while_waiting)
-        else:
-            answer = self._send(sent)
-        self.waited += time.perf_counter() - came
-        return answer
-
-    def _note(self, verdict: np.ndarray) -> None:
-        self.round = self._read(verdict)
-        self.missed = self.round.staleness
+            return self._hub.attend_round(self._rank, sent, self._while_waiting)
+        return self._send(sent)
 
     def _see(self) -> tuple[int, list[np.ndarray]]:
         """Return the number of the last round, and the buckets that workers ask for."""
@@ -207,7 +94,7 @@ class HubTransport(ServiceTransport):
             self._hub.fail(self._rank, text)
             return
         self._request(self.root, _FAIL)
-        self._requests.send(_in_bytes(text), self.root, ANSWER).wait()
+        self._requests.send(in_bytes(text), self.root, ANSWER).wait()
 
     def apart(self, starts: bool) -> None:
         """Tell the root that this worker is in another call, or no longer."""
@@ -228,29 +115,30 @@ class HubTransport(ServiceTransport):
             if not starts:
                 self._wait([self._replies.receive(np.empty(1, np.int64), self.root, ANSWER)])
 
+    def replay(self, members: Sequence[Sequence[int]]) -> None:
+        """Note it; that of the root counts."""
+        self.rounds.replayed.extend(list(each) for each in members)
+
+    def replayed(self) -> list[list[int]]:
+        """Return what is left to be replayed."""
+        return self.rounds.still_replayed
+
     @property
     def _hub(self) -> Hub:
         return cast(Hub, self._own)
 
-    def sizes(self) -> tuple[int, int]:
-        """Return the number of integers of what a worker says, and of the verdict on a round."""
-        width = len(integers(Record(0, 0)))
-        return width + self._rates + 2, _VERDICT + self.workers * (1 + width) + _TEXT // 8
-
     def _send(self, sent: Contribution) -> tuple[np.ndarray, Iterator[np.ndarray]]:
         """Send what this worker has; return the verdict, and the vectors to pull."""
-        words = np.array([*integers(sent.record), sent.seen], np.int64)
-        words = np.concatenate([words, np.array([sent.norm, *sent.rates], np.float64).view(np.int64)])
         verdict = np.empty(self.sizes()[1], np.int64)
         answer = self._replies.receive(verdict, self.root, ANSWER)
         self._request(self.root, _COME)
-        sending = [self._requests.send(words, self.root, ANSWER)]
+        sending = [self._requests.send(self.in_words(sent), self.root, ANSWER)]
         sending += [self._requests.send(each, self.root, payload_tag(i)) for i, each in enumerate(sent.payloads)]
         self._wait([*sending, answer])
 
         def pulled() -> Iterator[np.ndarray]:
             rest = range(self.fetched_buckets, self._count)
-            buffers = [empty(self._buckets[i]) for i in rest] if verdict[0] in _PULLS else []
+            buffers = [empty(self._buckets[i]) for i in rest] if verdict[0] in PULLS else []
             tags = (payload_tag(i) + 1 for i in rest)
             receiving = [self._replies.receive(out, self.root, tag) for out, tag in zip(buffers, tags, strict=False)]
             for request, out in zip(receiving, buffers, strict=True):
@@ -264,7 +152,7 @@ class HubTransport(ServiceTransport):
             looked = time.monotonic()
             while not request.done():
                 time.sleep(SHORT if time.monotonic() - looked < LONG else LONG)
-                if time.monotonic() - looked > _LOOK:
+                if time.monotonic() - looked > LOOK:
                     self._while_waiting()
                     looked = time.monotonic() - LONG
             try:
@@ -281,26 +169,6 @@ class HubTransport(ServiceTransport):
         return RuntimeError(
             f"Rank {self.ranks[self.root]}, which held the center, has ended: start again from a checkpoint"
         )
-
-    def _read(self, verdict: np.ndarray) -> Round:
-        """Return the round that a verdict is about.
-
-        Raises:
-            RuntimeError: it did not close.
-        """
-        what, number, count, staleness = verdict[:4].tolist()
-        rest = verdict[_VERDICT:]
-        if what == _FAILED:
-            raise RuntimeError(rest.tobytes().split(b"\0", 1)[0].decode())
-        told = verdict[4 : _VERDICT - 1].view(np.float64).tolist()
-        norm, cut, mean = (None if math.isnan(each) else each for each in told)
-        self.cut = cut
-        norms = {key: each for key, each in (("message_norm", norm), ("mean_norm", mean)) if each is not None}
-        width = len(integers(Record(0, 0)))
-        end = count * (1 + width)
-        records, _ = unpack_records(rest[count:end])
-        given_up = rest[end : end + int(verdict[_VERDICT - 1])].tolist()
-        return Round(number, rest[:count].tolist(), records, staleness, what == _MOVED, norms, given_up)
 
 
 class Hub(Service):
@@ -340,7 +208,7 @@ class Hub(Service):
         """Come to a round as the worker of this process; return the verdict, and the vectors to pull."""
         self._closed.clear()
         self._come(worker, sent)
-        while not self._closed.wait(_LOOK):
+        while not self._closed.wait(LOOK):
             check()
         verdict, pulled = self._own
         return verdict, iter(pulled)
@@ -389,9 +257,9 @@ class Hub(Service):
             payloads = [self._center.new_payload(index) for index in range(self._center.count)]
             requests = [self._requests.receive(words, source, ANSWER)]
             requests += [self._requests.receive(out, source, payload_tag(i)) for i, out in enumerate(payloads)]
-            self._coming[source] = requests, lambda: self._come(source, self._unpacked(words, payloads))
+            self._coming[source] = requests, lambda: self._come(source, self._transport.from_words(words, payloads))
         elif operation == _FAIL:
-            text = np.empty(_TEXT, np.uint8)
+            text = np.empty(TEXT, np.uint8)
             self._requests.receive(text, source, ANSWER).wait()
             self.fail(source, text.tobytes().rstrip(b"\0").decode(errors="replace"))
         elif operation in (_APART, _BACK):
@@ -407,12 +275,6 @@ class Hub(Service):
                 self._send(center, source, payload_tag(index) + 1)
         else:
             super()._answer(source, header)
-
-    def _unpacked(self, words: np.ndarray, payloads: list[np.ndarray]) -> Contribution:
-        width = len(integers(Record(0, 0)))
-        (record,), _ = unpack_records(words[:width])
-        norm, *rates = words[width + 1 :].view(np.float64).tolist()
-        return Contribution(record, rates, payloads, int(words[width]), norm)
 
     def _come(self, worker: int, sent: Contribution) -> None:
         with self._lock:
@@ -432,13 +294,13 @@ class Hub(Service):
         late = [worker for worker in workers if self._contributions[worker].seen not in (-1, self._last_round)]
         for worker in late:
             del self._contributions[worker]
-            self._tell(worker, [_AGAIN], [])
+            self._tell(worker, [AGAIN], [])
         self._rounds.dismiss(late)
         return bool(late)
 
     def _look_for_dead_ranks(self) -> None:
         """Stop waiting for ranks that have died."""
-        if time.monotonic() - self._looked < _LOOK:
+        if time.monotonic() - self._looked < LOOK:
             return
         self._looked = time.monotonic()
         self._rounds.gone(self._transport.dead_ranks())
@@ -463,21 +325,17 @@ class Hub(Service):
         closed = self._closing.close(members, taking)
         self._stepped |= closed.moved and self._center.optimized > 0
         self._rounds.close(members)
-        number = self._last_round
-        given_up = self._rounds.given_up
-        told = [len(given_up), *members, *(word for each in taking for word in integers(each.record)), *given_up]
-        for place, worker in enumerate(members):
-            what = _MOVED if closed.moved else _TAKEN if taking[place].record.left_out else _NOTHING
-            norms = np.array([closed.norms[place], closed.cuts[place], closed.mean_norm])
-            verdict = [what, number, len(members), closed.staleness[place], *norms.view(np.int64).tolist(), *told]
-            self._tell(worker, verdict, closed.pulled if what in _PULLS else [])
+        records = [each.record for each in taking]
+        answers = verdicts(closed, members, records, self._last_round, self._rounds.given_up)
+        for worker, verdict in zip(members, answers, strict=True):
+            self._tell(worker, verdict, closed.pulled if verdict[0] in PULLS else [])
 
     def _tell_failure(self, text: str) -> bool:
         """Tell all who wait that no round closes any more; return whether anybody did."""
         waiting = self._rounds.waiting
         for worker in waiting:
             self._contributions.pop(worker, None)
-            self._tell(worker, [_FAILED, *[0] * (_VERDICT - 1), *_in_bytes(text).view(np.int64).tolist()], [])
+            self._tell(worker, failure(text), [])
         self._rounds.dismiss(waiting)
         return bool(waiting)
 
@@ -492,11 +350,3 @@ class Hub(Service):
         self._send(words, worker, ANSWER)
         for index, vector in enumerate(pulled[fetched:], fetched):
             self._send(vector, worker, payload_tag(index) + 1)
-
-
-def _in_bytes(text: str) -> np.ndarray:
-    """Return a text as bytes of a fixed number, cut if it is longer."""
-    data = np.zeros(_TEXT, np.uint8)
-    encoded = text.encode()[: _TEXT - 1]
-    data[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    return data

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hvd_periodic.ranks import named, titled
 
@@ -13,7 +15,11 @@ SHARE = 0.1
 """Default of the grace: a fraction of the time from the last close to the arrival that completes the quorum."""
 
 
-_GAP = 1.0
+_SETS = ("_leaving", "_apart", "_gone", "_out")
+_VALUES = ("_closed", "_last_sign", "_repeated", "failure")
+"""Names of attributes: sets of workers, and numbers and a text."""
+
+GAP = 1.0
 """Seconds between two questions after which a clock was not asked because its process was stopped."""
 
 
@@ -32,7 +38,7 @@ class AwakeClock:
     def __call__(self) -> float:
         """Return the time."""
         now = time.monotonic()
-        self._stopped += max(0.0, now - self._asked - _GAP)
+        self._stopped += max(0.0, now - self._asked - GAP)
         self._asked = now
         return now - self._stopped
 
@@ -68,7 +74,8 @@ class Rounds:
 
     Attributes:
         failure: why no round will close any more; None as long as rounds close.
-        replayed: the workers of the rounds to come, which close with exactly these; then the quorum counts again.
+        replayed: the workers of the first rounds, which close with exactly these; then the quorum counts again.
+        awake_since: the time before which this process was stopped; waiting before it does not count.
 
     Example:
         >>> clock = 0.0
@@ -103,7 +110,9 @@ class Rounds:
         self._closed: float | None = None
         self._last_sign = self._now()
         self.failure: str | None = None
-        self.replayed: deque[list[int]] = deque()
+        self.replayed: list[list[int]] = []
+        self._repeated = 0
+        self.awake_since = -math.inf
 
     def come(self, worker: int, leaving: bool = False) -> None:
         """Note that a worker waits for the close of a round; if it is leaving, for that of the last one."""
@@ -141,6 +150,11 @@ class Rounds:
         self.failure = self.failure or text
 
     @property
+    def still_replayed(self) -> list[list[int]]:
+        """The workers of the rounds that are still to be replayed."""
+        return self.replayed[self._repeated :]
+
+    @property
     def waiting(self) -> list[int]:
         """The workers that wait for the close of a round."""
         return sorted(self._came)
@@ -155,8 +169,8 @@ class Rounds:
         now = self._now()  # A clock that has to be asked all the time.
         if self.failure is not None:
             return None
-        if self.replayed:
-            members = [worker for worker in self.replayed[0] if worker not in self._gone]
+        if self.still_replayed:
+            members = [worker for worker in self.still_replayed[0] if worker not in self._gone]
             return members if self._came.keys() >= set(members) else None
         self._fail_if_calls_differ()
         if self.failure is not None:
@@ -171,7 +185,7 @@ class Rounds:
             return self._after_timeout(present, expected)
         complete = max(sorted(self._came[worker] for worker in present)[size - 1], self._closed)
         grace = SHARE * (complete - self._closed) if self._quorum.grace is None else self._quorum.grace
-        return present if now - complete >= grace else None
+        return present if now - max(complete, self.awake_since) >= grace else None
 
     def _fail_if_calls_differ(self) -> None:
         """Fail if a worker waits for all others in a call such as save(), and another waits for it in finalize()."""
@@ -187,7 +201,7 @@ class Rounds:
     def _after_timeout(self, present: Sequence[int], expected: Sequence[int]) -> list[int] | None:
         """Fail if workers have waited too long; if all of these are leaving, go on without the missing ones."""
         timeout = self._timeout()
-        if timeout is None or not self._came or self._now() - self._last_sign < timeout:
+        if timeout is None or not self._came or self._now() - max(self._last_sign, self.awake_since) < timeout:
             return None
         missing = [worker for worker in expected if worker not in present]
         if present or not self._leaving:
@@ -207,8 +221,25 @@ class Rounds:
     def close(self, members: Sequence[int]) -> None:
         """Note that a round closes with some workers, which do not wait any more."""
         for worker in members:
-            del self._came[worker]
+            self._came.pop(worker, None)  # It may have died since its message came.
             self._leaving.discard(worker)
-        if self.replayed:
-            self.replayed.popleft()
+        self._repeated += bool(self.still_replayed)
         self._closed = self._last_sign = self._now()
+
+    def save(self) -> dict[str, Any]:
+        """Return all that changes, but for the rounds to replay, as lists and numbers, for :meth:`load`."""
+        sets = {name: sorted(getattr(self, name)) for name in _SETS}
+        return {
+            **sets,
+            "_came": list(self._came.items()),
+            "_calls": list(self._calls.items()),
+            **{name: getattr(self, name) for name in _VALUES},
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`save` returned."""
+        for name in _SETS:
+            setattr(self, name, set(saved[name]))
+        self._came, self._calls = dict(saved["_came"]), Counter(dict(saved["_calls"]))
+        for name in _VALUES:
+            setattr(self, name, saved[name])

@@ -173,8 +173,9 @@ class Slots:
         worker: the rank of this worker, and the number of workers.
         in_turn: workers wait for each other as long as the unit changes meanwhile. Without it, they may compute in
             vain; the results are right either way.
-        large: the first unit is a class of its own, of whose spare slots all but one get memory when a worker first
-            finds none that is free.
+        large: the first unit is a class of its own with so many spare slots, of which all but one get memory when a
+            worker first finds none that is free. 0: it is not.
+        kept: returns slots that have held the first unit, if that is large, and are not used for another version yet.
     """
 
     def __init__(
@@ -183,9 +184,10 @@ class Slots:
         sizes: Sequence[int],
         worker: tuple[int, int],
         in_turn: bool = True,
-        large: bool = False,
+        large: int = 0,
+        kept: Callable[[], set[int]] = set,
     ) -> None:
-        self._memory, self._in_turn, self._large = memory, in_turn, large
+        self._memory, self._in_turn, self._large, self._kept = memory, in_turn, large, kept
         self._rank, self._workers = worker
         self._sizes = list(sizes)
         self._plan = _Plan(sizes, self._workers, large)
@@ -199,7 +201,7 @@ class Slots:
         self._told = False
 
     @staticmethod
-    def nbytes(sizes: Sequence[int], workers: int, large: bool = False) -> tuple[int, int]:
+    def nbytes(sizes: Sequence[int], workers: int, large: int = 0) -> tuple[int, int]:
         """Return the bytes that units of these sizes take at first, and those that they may take later."""
         plan = _Plan(sizes, workers, large)
         return plan.reserved, plan.starts[-1] - plan.reserved
@@ -256,14 +258,19 @@ class Slots:
         kind = self._plan.classes[unit]
         units, slots = self._plan.units[kind], self._plan.slots[kind]
         while True:
-            used = self.versions.slots(units)
+            used = self._used(units)
             for slot in slots:
                 if slot in used or not self._memory.try_lock(_SLOT_LOCKS + slot):
                     continue
-                if slot not in self.versions.slots(units) and self._has_memory(slot):
+                if slot not in self._used(units) and self._has_memory(slot):
                     return slot
                 self._memory.unlock(_SLOT_LOCKS + slot)
             time.sleep(LONG)
+
+    def _used(self, units: Sequence[int]) -> set[int]:
+        """Return the slots in which some units lie, or have lain if they are kept; in this order."""
+        used = self.versions.slots(units)
+        return used | self._kept() if self._large and units[0] == 0 else used
 
     def _has_memory(self, slot: int) -> bool:
         """Return whether a slot has memory; provide it if there is any left."""
@@ -298,6 +305,10 @@ class Slots:
             _fence()
             if self.versions.now(unit)[0] == version:
                 return result
+
+    def slot(self, slot: int, unit: int) -> np.ndarray:
+        """Return the bytes of a unit that lie in a slot which is kept."""
+        return self._parts(unit, slot)[0]
 
     def _parts(self, unit: int, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes of a unit in a slot, and how often each worker has changed it."""
@@ -348,9 +359,9 @@ class _Plan:
         reserved: where what has memory from the start ends.
     """
 
-    def __init__(self, sizes: Sequence[int], workers: int, large: bool) -> None:
+    def __init__(self, sizes: Sequence[int], workers: int, large: int) -> None:
         self.classes, widths = [0] * len(sizes), list[int]()
-        order = sorted(range(int(large), len(sizes)), key=lambda unit: -sizes[unit])
+        order = sorted(range(int(large > 0), len(sizes)), key=lambda unit: -sizes[unit])
         for place, unit in enumerate(order):
             left = len(order) - place
             if not widths or (widths[-1] - sizes[unit]) * left > workers * sizes[unit]:
@@ -359,10 +370,13 @@ class _Plan:
         if large:
             self.classes[0] = len(widths)
             widths.append(sizes[0])
-        kinds = [*self.classes, *(kind for kind in range(len(widths)) for _ in range(workers))]
+        spares = [workers] * len(widths)
+        if large:
+            spares[-1] = large
+        kinds = [*self.classes, *(kind for kind, spare in enumerate(spares) for _ in range(spare))]
         self.units = [[unit for unit, each in enumerate(self.classes) if each == kind] for kind in range(len(widths))]
         self.slots = [[slot for slot, each in enumerate(kinds) if each == kind] for kind in range(len(widths))]
         self.starts = [0]
         for nbytes in (8 * workers * (1 + len(sizes)), *(widths[kind] + 8 * workers for kind in kinds)):
             self.starts.append(self.starts[-1] + aligned(nbytes))
-        self.reserved = self.starts[-workers] if large else self.starts[-1]
+        self.reserved = self.starts[-large] if large else self.starts[-1]

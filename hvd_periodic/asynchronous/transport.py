@@ -129,7 +129,7 @@ class MemoryTransport(Transport):
         if self._optimized:
             self._stepped = SteppedCenter(parts[0], workers, optimizer, shapes)
             units[: self._optimized] = [self._stepped.nbytes, *[0] * (self._optimized - 1)]
-        large = self._stepped is not None
+        large = workers if self._stepped is not None else 0
         self._memory = allocate(*Slots.nbytes(units, workers, large))
         self.description = self._memory.description
         self._slots = Slots(self._memory, units, worker, use_locking, large)

@@ -22,7 +22,9 @@ from hvd_periodic.asynchronous.center_file import CenterFile
 from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors, numbered
 from hvd_periodic.asynchronous.hub import HubTransport
 from hvd_periodic.asynchronous.ledger import Ledger, lack
+from hvd_periodic.asynchronous.meeting import Meeting
 from hvd_periodic.asynchronous.rounds import Quorum, Rounds
+from hvd_periodic.asynchronous.rounds_in_memory import RoundsInMemory
 from hvd_periodic.asynchronous.service import ServiceTransport
 from hvd_periodic.asynchronous.transport import MemoryTransport, Transport
 from hvd_periodic.centers.base import Placement
@@ -172,7 +174,7 @@ class Worker:
         """
         communicator = self.communicator
         shares = _can_share_memory(communicator)
-        memory = self._in_memory() if shares and self._quorum is None else None
+        memory = self._in_memory() if shares else None
         self._has_shards = self._sharded and memory is None
         self._transport = memory or (self._by_messages() if self._quorum is None else self._in_rounds(self._quorum))
         if self.membership.is_root:
@@ -189,6 +191,14 @@ class Worker:
             center = self._center_in_file(everywhere=True)
             allocate = self.communicator.shared_memory
             worker = self.communicator.rank, self.communicator.size
+            if self._quorum is not None:
+                return RoundsInMemory(
+                    *(allocate, self._parts, self.communicator.global_ranks, worker[0], self.membership.root),
+                    optimizer=self._outer,
+                    shapes=self._shapes,
+                    rounds=self._rounds(self._quorum, time.monotonic),
+                    dead_ranks=self.communicator.dead_ranks,
+                )
             return MemoryTransport(allocate, self._parts, worker, self._outer, self._shapes, self.use_locking, center)
         except NoSharedMemoryError as error:
             if _requested_transport() == "window":
@@ -201,6 +211,10 @@ class Worker:
                     "No shared memory for the asynchronous center; using a service thread: %s", error
                 )
             return None
+
+    def _rounds(self, quorum: Quorum, now: Callable[[], float] | None = None) -> Rounds:
+        communicator = self.communicator
+        return Rounds(communicator.global_ranks, quorum, lambda: communicator.tracker.timeout, now)
 
     def _by_messages(self) -> Transport:
         communicator = self.communicator
@@ -219,11 +233,11 @@ class Worker:
         if communicator.processes and communicator.shares_memory():
             with suppress(NoSharedMemoryError):
                 communicator.shared_memory(1)  # From now on, the ranks of one host know which of them are dead.
-        rounds = Rounds(communicator.global_ranks, quorum, lambda: communicator.tracker.timeout)
         channels = communicator.messages(), communicator.messages()
         ranks, root = communicator.global_ranks, self.membership.root
         outer, leaves = self._outer, self._replica.leaves
-        return HubTransport(*channels, self._parts, ranks, root, outer, leaves, rounds, communicator.dead_ranks)
+        rounds, dead_ranks = self._rounds(quorum), communicator.dead_ranks
+        return HubTransport(*channels, self._parts, ranks, root, outer, leaves, rounds, dead_ranks)
 
     def _center_in_file(self, everywhere: bool) -> np.ndarray | None:
         """Return the memory of a center in a file, on the ranks that hold it; None if there is no file."""
@@ -284,7 +298,7 @@ class Worker:
             if counts and not left_out:
                 exchange, read = self._limited(parts[0], exchange)
             if self._parts[0].asks_for_center:
-                vectors = cast(HubTransport, self.transport).exchange_from_center(exchange, payloads)
+                vectors = cast(Meeting, self.transport).exchange_from_center(exchange, payloads)
             else:
                 vectors = self.transport.exchange(exchange, payloads())
             # All buckets, or none if nobody had anything to contribute to a round. The transport comes first: asked for
@@ -326,7 +340,7 @@ class Worker:
             of_buckets = zip(part.values.layout.buckets, centers, strict=True)
             previews = (part.preview(bucket, exchange, center) for bucket, center in of_buckets)
             norm = math.sqrt(sum(self._replica.space.square(preview) for preview in previews))
-            cast(HubTransport, self.transport).message_norm = norm
+            cast(Meeting, self.transport).message_norm = norm
 
     def wait_for_group(self, parts: Sequence[TensorGroup[Any]], grace: float) -> float:
         """Wait, after a push, for those who push within ``grace`` seconds of the first of a group; take the center.

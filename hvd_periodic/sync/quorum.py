@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.arguments import described
 from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors
-from hvd_periodic.asynchronous.hub import HubTransport, Round
+from hvd_periodic.asynchronous.meeting import Meeting, Round
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers import Placement
 from hvd_periodic.centers.norm_bounds import NormBounds
@@ -33,9 +33,9 @@ V = TypeVar("V")
 
 
 class WithQuorum(Asynchronous[V]):
-    """Exchanges in rounds with a center on the root, through messages.
+    """Exchanges in rounds, with one center.
 
-    Every worker sends what it has, and waits for the close of a round. With A, those who are in it, and h_i, what
+    Every worker comes with what it has, and waits for the close of a round. With A, those who are in it, and h_i, what
     worker i last took from the center:
 
         averaging, DiLoCo, SlowMo, BMUF   ḡ = Σ_A w_i (h_i − x_i) / Σ_A w_i ;  one outer step ;  x_i, h_i ← c
@@ -123,30 +123,29 @@ class WithQuorum(Asynchronous[V]):
         }
 
     def replay(self, members: Sequence[Sequence[int]]) -> None:
-        """Let the next rounds close with exactly these workers each; to be called on the root, before they begin.
+        """Let the next rounds close with exactly these workers each; to be called on all ranks, before they begin.
 
         The run log of an earlier training has them, as ``members``.
         """
-        if self.context.membership.is_root:
-            self._hub.rounds.replayed.extend(list(each) for each in members)
+        self._meeting.replay(members)
 
     def go_on(self, former: WithQuorum[V], state: dict[str, Any], optimizer_state: Any) -> None:
         """Go on as in asynchronous exchange; the rounds that are still to be replayed are those of the former set."""
         super().go_on(former, state, optimizer_state)
-        self._hub.rounds.replayed = former._hub.rounds.replayed
+        self._meeting.replay(former._meeting.replayed())
 
     @property
-    def _hub(self) -> HubTransport:
-        return cast(HubTransport, self.worker.transport)
+    def _meeting(self) -> Meeting:
+        return cast(Meeting, self.worker.transport)
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Let no round wait for this rank inside a ``with`` block, where it waits for all others."""
-        self._hub.apart(True)
+        self._meeting.apart(True)
         try:
             yield
         finally:
-            self._hub.apart(False)
+            self._meeting.apart(False)
 
     def first_plan(self, records: Sequence[Record]) -> Plan:
         """Return the plan of the first exchange, given all ranks' records."""
@@ -154,7 +153,7 @@ class WithQuorum(Asynchronous[V]):
 
     def tell_failure(self, error: Exception) -> None:
         """Tell the other ranks, as they come to a round."""
-        self._hub.fail(str(error))
+        self._meeting.fail(str(error))
 
     def exchange(self, leaving: bool = False) -> bool:
         """Take part in the round that is open when this rank comes, or, if it is leaving, in the last one.
@@ -169,14 +168,14 @@ class WithQuorum(Asynchronous[V]):
             step, size = own.counters.local_steps, context.membership.communicator.size
             with context.handshake.remember_failure(step):
                 record = context.handshake.record(own, purpose)
-                self._hub.introduce(record)
+                self._meeting.introduce(record)
                 gradients = max(own.counters.gradients, 1)
                 exchange = Exchange(size, max(own.clock.period, 1), gradients, rates=self._rates())
                 excluded, counts = own.excluded is not None, record.weight != 0
                 sent = self.worker.exchange(list(self.tensor_groups), exchange, left_out=excluded, counts=counts)
                 if own.excluded is not None:
                     note_exclusion(context, own.excluded)
-            closed = self._hub.round
+            closed = self._meeting.round
             plan = self._plan(own, closed, leaving)
             notes = ScheduleState(memory=plan.memory, updates=step - own.counters.skipped_updates)
             missed = closed.staleness
@@ -184,7 +183,7 @@ class WithQuorum(Asynchronous[V]):
             context.handshake.notify_followers()
             ranks = context.membership.communicator.global_ranks
             members = [ranks[member] for member in closed.members]
-            report_exchange(self, own, came, self._hub.waited, True, closed.number, members, closed.norms)
+            report_exchange(self, own, came, self._meeting.waited, True, closed.number, members, closed.norms)
             progress.time(step)
         return any(record.training for record in closed.records)
 
@@ -202,7 +201,7 @@ class WithQuorum(Asynchronous[V]):
             return replace(own, excluded=not_finite)
         problem = problem or not_finite
         if problem is not None:
-            self._hub.fail(problem)
+            self._meeting.fail(problem)
             raise RuntimeError(problem)
         return with_distance(self, own)
 
@@ -223,7 +222,7 @@ class WithQuorum(Asynchronous[V]):
             raise RuntimeError(uncounted)
         while self.exchange(leaving=True):  # In a replayed round, among others that train.
             pass
-        self.context.membership.communicator.give_up(self._hub.round.given_up)
+        self.context.membership.communicator.give_up(self._meeting.round.given_up)
         self.worker.finish()
         self.worker.take(list(self.tensor_groups))
 

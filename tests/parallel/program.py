@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
+from unittest.mock import patch
+
+from hvd_periodic.asynchronous.rounds_in_memory import RoundsInMemory
 
 V = TypeVar("V")
 
@@ -159,6 +162,36 @@ def log() -> Iterator[list[str]]:
         yield lines
     finally:
         logger.removeHandler(handler)
+
+
+@contextmanager
+def in_the_middle_of_a_push(transport: Any, act: Callable[[], object], sends: int = 3) -> Iterator[None]:
+    """Call a function inside the next push to a round: after so many messages, or in shared memory before all know.
+
+    Of the messages, the first is a request, the second what the worker says, and the others are payloads.
+    """
+    if isinstance(transport, RoundsInMemory):
+        note, noted = transport._note_arrival, []
+
+        def before_it_counts(*arguments: Any) -> None:
+            note(*arguments)
+            noted.append(None)
+            if len(noted) == 1:
+                act()
+
+        with patch.object(transport, "_note_arrival", before_it_counts):
+            yield
+        return
+    send, sent = transport._requests.send, []
+
+    def after_a_payload(*arguments: Any) -> Any:
+        sent.append(send(*arguments))
+        if len(sent) == sends:
+            act()
+        return sent[-1]
+
+    with patch.object(transport._requests, "send", after_a_payload):
+        yield
 
 
 def stop_until(awake: Path, *files: Path) -> None:

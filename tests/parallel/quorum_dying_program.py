@@ -1,9 +1,9 @@
 """Rounds in which one rank is killed, or stopped for good; see ``test_quorum_dying.py``.
 
-mpirun --enable-recovery -np 3 python -m tests.parallel.quorum_dying_program FOLDER WHERE ROUNDS
-mpirun --enable-recovery -np 10 python -m tests.parallel.quorum_dying_program FOLDER ten ROUNDS
+mpirun --enable-recovery -np 3 python -m tests.parallel.quorum_dying_program FOLDER WHERE ROUNDS VICTIM
+mpirun --enable-recovery -np 10 python -m tests.parallel.quorum_dying_program FOLDER ten ROUNDS VICTIM
 
-Of ten, one is ten times slower, one is stopped until the root has closed three more rounds, and one is killed.
+Of ten, one is ten times slower, one is stopped until another one has closed three more rounds, and one is killed.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ import os
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from hvd_periodic.algorithms import DiLoCo
+from hvd_periodic.asynchronous.rounds_in_memory import RoundsInMemory
 from hvd_periodic.comm.mpi import MPICommunicator
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
-from tests.parallel.program import attempt, stop_until
+from tests.parallel.program import attempt, in_the_middle_of_a_push, stop_until
 
-SIZE, VICTIM, LAST = 300_000, 2, 3
-"""Elements, the rank that is killed, and its last round."""
+SIZE, LAST = 300_000, 3
+"""Elements, and the last round of the rank that is killed."""
 
-SLOW, STOPPED, QUORUM_OF_TEN = 3, 4, 7
+SLOW, QUORUM_OF_TEN = 3, 7
 """Of ten ranks."""
 
 
 def die(number: int, folder: Path) -> None:
-    """Be killed, or stop until the others have ended."""
+    """Be killed, or stop until the two others have ended."""
     if number == signal.SIGSTOP and os.fork() == 0:
-        others = [folder / f"{rank}.json" for rank in range(3) if rank != VICTIM]
         for _ in range(6000):
-            if all(file.exists() for file in others):
+            if len(list(folder.glob("*.json"))) == 2:
                 break
             time.sleep(0.1)
         os.kill(os.getppid(), signal.SIGKILL)
@@ -44,7 +46,40 @@ def die(number: int, folder: Path) -> None:
     os.kill(os.getpid(), number)
 
 
-def main(folder: Path, where: str, rounds: int) -> None:
+def dying_in_a_round(transport: Any, where: str, folder: Path) -> AbstractContextManager[object]:
+    """Be killed inside in the middle of the next push, or as this rank waits, or as it closes the round."""
+    in_memory = isinstance(transport, RoundsInMemory)
+
+    def killed(*_: Any) -> None:
+        if not in_memory:
+            time.sleep(0.2)
+        die(signal.SIGKILL, folder)
+
+    def close_in_vain(*arguments: Any, close: Any = transport._closing.close if in_memory else None) -> None:
+        close(*arguments)
+        (folder / "inside").touch()
+        killed()
+
+    if where == "closing":
+        return patch.object(transport._closing, "close", close_in_vain)
+    if where == "waiting" and in_memory:
+        return patch.object(transport, "_close_what_is_due", killed)
+    return in_the_middle_of_a_push(transport, killed, 2 if where == "pushing" else 3)
+
+
+def let_another_close(transport: Any, folder: Path) -> None:
+    """Do not close the next round before the victim is doing so."""
+    move = transport._move_and_tell
+
+    def wait_and_move(agreed: Any) -> None:
+        while not (folder / "inside").exists():
+            time.sleep(0.01)
+        move(agreed)
+
+    transport._move_and_tell = wait_and_move
+
+
+def main(folder: Path, where: str, rounds: int, victim: int) -> None:
     """Train for some rounds, in which one rank is killed between two, in the middle of a push, or while it waits.
 
     Or after the last, before the others adopt.
@@ -56,34 +91,30 @@ def main(folder: Path, where: str, rounds: int) -> None:
     options |= {"quorum": QUORUM_OF_TEN if ten else 2, "grace_seconds": 0.01, "process_set": communicator}
     optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, DiLoCo(), 1, **options)
     optimizer.synchronizer.begin()
-    rank = communicator.rank
+    rank, slept = communicator.rank, 0 if victim else 4
     if where == "stopped":  # Who misses a round before has one more to go, alone, when the other is at its end.
         optimizer.synchronizer.exchanger.replay([range(3)] * LAST)  # type: ignore[attr-defined]
         communicator.allgather_object(None, "replayed")
     for number in range(rounds):
         time.sleep(0.0 if not ten else 0.2 if rank == SLOW else 0.02)
-        if ten and rank == STOPPED and number == LAST:
+        if ten and rank == slept and number == LAST:
             stop_until(folder / "awake", folder / "ahead")
-        if ten and rank == 0 and number == LAST + 3:
+        if ten and rank == 1 and number == LAST + 3:
             (folder / "ahead").touch()
-        if rank == VICTIM and number == LAST:
+        around: AbstractContextManager[object] = nullcontext()
+        if number == LAST:
             transport: Any = optimizer.synchronizer.exchanger.worker.transport  # type: ignore[union-attr]
-            if where in ("between", "stopped", "ten"):
+            if rank == victim and where in ("between", "stopped", "ten"):
                 die(signal.SIGSTOP if where == "stopped" else signal.SIGKILL, folder)
-            send, sent = transport._requests.send, []
-
-            def killed(*arguments: Any, send: Any = send, sent: list[Any] = sent) -> Any:
-                sent.append(send(*arguments))
-                if len(sent) == (2 if where == "pushing" else 3):
-                    time.sleep(0.2)
-                    die(signal.SIGKILL, folder)
-                return sent[-1]
-
-            transport._requests.send = killed
-        optimizer.step([np.full(SIZE, -1.0 - rank - 0.1 * number)])
+            elif rank == victim and where != "adopting":
+                around = dying_in_a_round(transport, where, folder)
+            elif where == "closing":
+                let_another_close(transport, folder)
+        with around:
+            optimizer.step([np.full(SIZE, -1.0 - rank - 0.1 * number)])
     optimizer.finalize()
     if where == "adopting":
-        if rank == VICTIM:
+        if rank == victim:
             die(signal.SIGKILL, folder)
         (folder / f"{rank}.error").write_text(attempt(lambda: optimizer.adopt({"x": x})))
     own = [float(x.min()), float(x.max())]
@@ -95,4 +126,4 @@ def main(folder: Path, where: str, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.parallel.launch import run_scenarios
-from tests.parallel.program import Scenarios, attempt, column, stop_until
+from tests.parallel.program import Scenarios, attempt, column, in_the_middle_of_a_push, stop_until
 from tests.parallel.tiers import thorough
 from tests.unit.test_quorum import ADOPTED, CURVATURE, MINIMUM, PERIOD, RATE, SETS, TABLE, check_adopted
 
@@ -32,19 +32,23 @@ scenario = Scenarios()
 pytestmark = pytest.mark.timeout(180)
 
 JOBS = [
-    ("mpirun", 3),
-    thorough(("torchrun", 3)),
-    thorough(("mpirun, MPI", 3)),
-    thorough(("mpirun, torch.distributed", 3)),
+    ("mpirun", 3, "window"),
+    ("mpirun", 3, "service"),
+    thorough(("torchrun", 3, "window")),
+    thorough(("torchrun", 3, "service")),
+    thorough(("mpirun, MPI", 3, "service")),
+    thorough(("mpirun, torch.distributed", 3, "window")),
 ]
 
 
-@pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
+@pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}, {job[2]}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of one job reports; all tests of a job share it."""
-    launcher, size = request.param
+    launcher, size, transport = request.param
     folder = tmp_path_factory.mktemp("job")
-    return run_scenarios(launcher, size, "test_quorum", folder, 150, framework="torch")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HVD_PERIODIC_TRANSPORT", transport)
+        return run_scenarios(launcher, size, "test_quorum", folder, 150, framework="torch")
 
 
 OUTER: dict[str, Any] = {
@@ -160,18 +164,9 @@ def stopped() -> Any:
     step()
     rank, (first, second, awake) = hvd.rank(), (folder_of(f"stopped.{i}") for i in range(3))
     if rank == 2:
-        messages = optimizer.synchronizer.exchanger.worker.transport._requests
-        send, sent = messages.send, []
-
-        def stop_inside(*arguments: Any) -> Any:
-            sent.append(send(*arguments))
-            if len(sent) == 3:  # A request, what it says, and a payload.
-                stop_until(awake, first, second)
-            return sent[-1]
-
-        messages.send = stop_inside
-        step()
-        messages.send = send
+        transport = optimizer.synchronizer.exchanger.worker.transport
+        with in_the_middle_of_a_push(transport, lambda: stop_until(awake, first, second)):
+            step()
     else:
         for _ in range(5):
             step()

@@ -453,7 +453,8 @@ def test_it_is_refused_once_a_rank_has_died(knowing: set[int], kind: dict[str, A
             optimizer.adopt(model)
         comm.allgather_object(None, "after")
         if "quorum" in kind and comm.rank == 0:
-            assert not optimizer.synchronizer.exchanger._hub.rounds._out, "Rounds wait for all ranks again"
+            meeting = optimizer.synchronizer.exchanger._meeting
+            assert not meeting._agreed().rounds["_out"], "Rounds wait for all ranks again"
         comm.allgather_object(None, "seen")
         optimizer.adopt(model)
 

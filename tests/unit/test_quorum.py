@@ -43,6 +43,13 @@ def check_adopted(reports: Sequence[Any]) -> None:
         assert report["comes"][3][0] < 1.0
 
 
+@pytest.fixture(params=["window", "service"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Rounds in shared memory, and through messages."""
+    monkeypatch.setenv("HVD_PERIODIC_TRANSPORT", request.param)
+    return str(request.param)
+
+
 class Trainer:
     """A worker on its quadratic."""
 
@@ -113,6 +120,7 @@ TABLE: dict[str, tuple[Algorithm, dict[str, Any], Sequence[float]]] = {
 }
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("case", TABLE)
 def test_numbers(case: str) -> None:
     algorithm, options, expected = TABLE[case]
@@ -299,6 +307,25 @@ def test_time_in_which_the_root_is_stopped_does_not_count(monkeypatch: pytest.Mo
     assert "rank 12 waited for ranks 10 and 11 longer than timeout_seconds=5" in str(rounds.failure)
 
 
+def test_time_before_which_one_who_decides_was_stopped_does_not_count() -> None:
+    """In shared memory, others decide meanwhile; if all were stopped, nobody is late or given up."""
+    rounds, clock = at_rest(Quorum(2, 0.5), timeout=5.0)
+    for worker in (0, 1):
+        rounds.come(worker)
+    clock.now = rounds.awake_since = 1000.0
+    assert rounds.members() is None
+    clock.now = 1000.4
+    assert rounds.members() is None
+    clock.now = 1000.6
+    assert rounds.members() == [0, 1]
+    rounds.close([0, 1])
+    rounds.come(2)
+    clock.now = rounds.awake_since = 2000.0
+    assert (rounds.members(), rounds.failure) == (None, None)
+    clock.now = 2005.1
+    assert (rounds.members(), rounds.failure is None) == (None, False)
+
+
 def test_the_default_grace_is_of_time_in_which_nobody_came(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(rounds_module, "time", SimpleNamespace(monotonic=lambda: now))
@@ -441,6 +468,7 @@ def step(optimizer: PeriodicOptimizer, xs: dict[str, Any], rank: int) -> None:
     optimizer.step([np.sin(x + rank + place) for place, x in enumerate(xs.values())])
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", EVERY)
 def test_rounds_of_all_are_synchronous_to_the_bit(name: str) -> None:
     def work(communicator: Communicator, **options: Any) -> list[Any]:
@@ -470,6 +498,7 @@ def test_a_quorum_of_all_is_the_synchronous_exchange() -> None:
     assert run_ranks(3, work) == [Synchronous] * 3
 
 
+@pytest.mark.usefixtures("way")
 def test_elastic_averaging_conserves_the_sum() -> None:
     """Whoever takes part: what moves the replicas between rounds is all that the sum changes by."""
 
@@ -492,6 +521,7 @@ def test_elastic_averaging_conserves_the_sum() -> None:
     np.testing.assert_allclose(total - sum(moved for _, moved, _ in results), 4.0, rtol=1e-13)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", EVERY | COMPRESSED)
 def test_all_leave_with_the_same_center(name: str) -> None:
     """After different numbers of steps: one that has left long before takes part in the last round with what it had."""
@@ -521,6 +551,7 @@ def test_all_leave_with_the_same_center(name: str) -> None:
             assert name.startswith(("easgd", "bmuf")) or (x == c).all()
 
 
+@pytest.mark.usefixtures("way")
 def test_a_slow_rank_joins_the_rounds_of_others_with_all_it_has(tmp_path: Path) -> None:
     """Sets are what the run logs say, and replaying them leads to the same bits."""
     ahead = threading.Event(), threading.Event()
@@ -557,6 +588,7 @@ def test_a_slow_rank_joins_the_rounds_of_others_with_all_it_has(tmp_path: Path) 
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.usefixtures("way")
 def test_a_rank_that_cannot_go_on_ends_all() -> None:
     def work(communicator: Communicator) -> None:
         xs = arrays()
@@ -572,6 +604,7 @@ def test_a_rank_that_cannot_go_on_ends_all() -> None:
         assert texts[other].startswith("Rank 1 cannot go on: parameter 'w' is not finite at step 2")
 
 
+@pytest.mark.usefixtures("way")
 def test_saves_do_not_wait_for_rounds() -> None:
     """Two save while the third, which saves later, is in a round with a quorum of three, cut to itself."""
 
@@ -589,6 +622,7 @@ def test_saves_do_not_wait_for_rounds() -> None:
     assert run_ranks(3, work) == [1, 1, 2]
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", EVERY | COMPRESSED)
 def test_a_set_that_was_saved_at_rest_resumes_exactly(name: str) -> None:
     """With a rank that was not in the last rounds, and with steps since the last round."""
@@ -747,6 +781,7 @@ def test_a_quorum_below_two_thirds_is_warned_of() -> None:
         ] * expected
 
 
+@pytest.mark.usefixtures("way")
 def test_slowmo_takes_the_learning_rate_of_the_root_or_of_the_lowest_rank_in_the_round() -> None:
     """The root is rank 1; learning rates differ between ranks, and every period moves rank i by −(i + 1)."""
     rates, sets = (0.1, 0.2, 0.4), [[0, 1, 2], [0, 2], [1, 2], [0, 1]]

@@ -12,6 +12,7 @@ import pytest
 
 from hvd_periodic import Communicator, Compression
 from hvd_periodic.algorithms import EASGD
+from hvd_periodic.asynchronous.rounds_in_memory import RoundsInMemory
 from hvd_periodic.journal.files import read_run_log
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from hvd_periodic.vectors.coding import Coding
@@ -177,8 +178,20 @@ def test_in_rounds_of_all_sparse_messages_are_as_synchronously(name: str, tmp_pa
             assert one == (other if other is None else pytest.approx(other, rel=1e-4))
 
 
-def test_who_comes_before_a_round_that_closes_without_it_forms_its_messages_once_more() -> None:
+def waiting_for_a_close(transport: Any) -> list[int]:
+    """Return the workers that wait."""
+    if isinstance(transport, RoundsInMemory):
+        rounds = transport._agreed().rounds
+        return [worker for worker, _ in rounds["_came"]] if rounds else []
+    return list(transport.rounds.waiting)
+
+
+@pytest.mark.parametrize("way", ["window", "service"])
+def test_who_comes_before_a_round_that_closes_without_it_forms_its_messages_once_more(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The third comes to the second round, and is in the fourth: with what it had, against the center of then."""
+    monkeypatch.setenv("HVD_PERIODIC_TRANSPORT", way)
     sets, came = [[0, 1, 2], [0, 1], [0, 1], [0, 1, 2]], threading.Event()
 
     def work(communicator: Communicator) -> Any:
@@ -196,7 +209,7 @@ def test_who_comes_before_a_round_that_closes_without_it_forms_its_messages_once
             worker.train()
         else:
             waiting = threading.Event()
-            while worker.rank == 0 and 2 not in transport.rounds.waiting:
+            while worker.rank == 0 and 2 not in waiting_for_a_close(transport):
                 assert not waiting.wait(0.01)
             if worker.rank == 0:
                 came.set()

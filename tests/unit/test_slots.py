@@ -66,7 +66,7 @@ class OfWorker:
         assert self.owners.pop(number) is self
 
 
-def workers_of(large: bool = False) -> tuple[list[Slots], list[OfWorker], dict[int, OfWorker]]:
+def workers_of(large: int = 0) -> tuple[list[Slots], list[OfWorker], dict[int, OfWorker]]:
     """Return the slots of all workers, their memories, and who holds which lock."""
     memory, owners = LocalMemory(sum(Slots.nbytes(SIZES, WORKERS, large))), dict[int, OfWorker]()
     memories = [OfWorker(memory, owners) for _ in range(WORKERS)]
@@ -124,12 +124,12 @@ def stopping(memory: Any, at: int, when: str, meanwhile: Callable[[], object]) -
     return lambda: seen
 
 
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("large", [0, WORKERS])
 @pytest.mark.parametrize("kept", [2, 2**13])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("pushes", [1, 2, 7])
 def test_a_worker_may_be_stopped_anywhere(
-    large: bool, kept: int, when: str, pushes: int, monkeypatch: pytest.MonkeyPatch
+    large: int, kept: int, when: str, pushes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every call, for one push of others or many, whether or not the log is forgotten meanwhile: each push counts.
 
@@ -208,11 +208,11 @@ def test_a_worker_does_not_wait_for_one_that_is_stopped_while_others_go_on() -> 
 
 def test_memory_for_those_who_are_stopped() -> None:
     """A large unit has one spare slot; a second one gets memory when somebody is stopped in the first."""
-    (one, two, three), memories, _ = workers_of(large=True)
+    (one, two, three), memories, _ = workers_of(large=WORKERS)
     asked: list[tuple[int, int]] = []
     for memory in memories:
         memory.reserve = lambda start, stop: not asked.append((start, stop))  # type: ignore[func-returns-value]
-    now, later = Slots.nbytes(SIZES, WORKERS, large=True)
+    now, later = Slots.nbytes(SIZES, WORKERS, large=WORKERS)
     assert later == 2 * (SIZES[0] + 64), "copies of the unit, and of what each worker has changed"
     for _ in range(3):
         for each in (one, two, three):
@@ -228,7 +228,7 @@ def test_memory_for_those_who_are_stopped() -> None:
 
 def test_without_memory_for_those_who_are_stopped(caplog: pytest.LogCaptureFixture) -> None:
     """Others wait until they go on, or end, and say so once."""
-    (_, two, _), (of_one, of_two, _), owners = workers_of(large=True)
+    (_, two, _), (of_one, of_two, _), owners = workers_of(large=WORKERS)
     asked = []
     with two._spare(0) as slot:
         spare = module._SLOT_LOCKS + slot
@@ -273,7 +273,7 @@ def test_threads_that_change_one_unit_at_a_time() -> None:
 def of_process(memory: WindowMemory, rank: int) -> Slots:
     """Return the slots of a process that hurries; the first unit is large."""
     module.PATIENCE, module._KEPT = 0.01, 256
-    return Slots(memory, SIZES, (rank, WORKERS), large=True)
+    return Slots(memory, SIZES, (rank, WORKERS), large=WORKERS)
 
 
 def child(path: str, size: int, rank: int, pushes: int, unit: int) -> None:
@@ -293,7 +293,7 @@ def test_processes_that_are_stopped_anywhere(unit: int, monkeypatch: pytest.Monk
     """Two are stopped wherever they are, until another has pushed, over and over. The log is forgotten many times."""
     monkeypatch.setattr(module, "_KEPT", module._KEPT)
     pushes = 1000
-    with window(sum(Slots.nbytes(SIZES, WORKERS, large=True))) as (memory, path, size):
+    with window(sum(Slots.nbytes(SIZES, WORKERS, large=WORKERS))) as (memory, path, size):
         mine, own = of_process(memory, 0), 0
         children = [started(path, size, rank, pushes, unit) for rank in (1, 2)]
         try:
@@ -318,7 +318,7 @@ def test_processes_that_are_stopped_anywhere(unit: int, monkeypatch: pytest.Monk
 def test_processes_that_are_killed_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others go on, more often than there are slots, and nothing of a push that was under way is seen."""
     monkeypatch.setattr(module, "_KEPT", module._KEPT)
-    with window(sum(Slots.nbytes(SIZES, WORKERS, large=True))) as (memory, path, size):
+    with window(sum(Slots.nbytes(SIZES, WORKERS, large=WORKERS))) as (memory, path, size):
         mine = of_process(memory, 0)
         for _ in range(2 * WORKERS):
             before = total(mine, 0)
