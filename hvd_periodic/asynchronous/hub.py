@@ -18,6 +18,7 @@ from hvd_periodic.asynchronous.rounds import Rounds
 from hvd_periodic.asynchronous.service import ANSWER, Service, ServiceTransport, payload_tag
 from hvd_periodic.asynchronous.wire_formats import States
 from hvd_periodic.checkpoints.tree import Leaves
+from hvd_periodic.comm.base import DifferentCallsError
 from hvd_periodic.comm.handshake import Purpose, Record, integers, unpack_records
 from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, Request
 from hvd_periodic.logs import logger
@@ -29,10 +30,10 @@ back; it comes to no round (1 in place of the bucket), or again (0, answered); i
 has to say and its payloads follow the first at once, without an answer in between. The answer to the last is the number
 of the last round, then the buckets that workers ask for."""
 
-_NOTHING, _TAKEN, _MOVED, _FAILED, _AGAIN = range(5)
+_NOTHING, _TAKEN, _MOVED, _FAILED, _AGAIN, _IN_VAIN = range(6)
 """What has become of a round for a worker: nothing moved, as nobody had anything to contribute; nor did the center, but
-this worker, which is left out, takes it; the center moved; the round did not close; or this worker has to come again,
-as the center has moved since it saw it."""
+this worker, which is left out, takes it; the center moved; the round did not close; this worker has to come again, as
+the center has moved since it saw it; or it waits in finalize() for one that waits for all in another call."""
 
 _PULLS = (_TAKEN, _MOVED)
 """After these, the vectors follow that the worker pulls."""
@@ -286,12 +287,12 @@ class HubTransport(ServiceTransport):
         """Return the round that a verdict is about.
 
         Raises:
-            RuntimeError: it did not close.
+            RuntimeError: it did not close; or will not, as ranks are in different calls.
         """
         what, number, count, staleness = verdict[:4].tolist()
         rest = verdict[_VERDICT:]
-        if what == _FAILED:
-            raise RuntimeError(rest.tobytes().split(b"\0", 1)[0].decode())
+        if what in (_FAILED, _IN_VAIN):
+            raise (RuntimeError if what == _FAILED else DifferentCallsError)(rest.tobytes().split(b"\0", 1)[0].decode())
         told = verdict[4 : _VERDICT - 1].view(np.float64).tolist()
         norm, cut, mean = (None if math.isnan(each) else each for each in told)
         self.cut = cut
@@ -375,7 +376,11 @@ class Hub(Service):
             members = self._rounds.members()
             self._log_given_up()
             if self._rounds.failure is not None:
-                return self._tell_failure(self._rounds.failure)
+                return self._dismiss(_FAILED, dict.fromkeys(self._rounds.waiting, self._rounds.failure))
+            if in_vain := self._rounds.in_vain():
+                for worker in in_vain:
+                    self._rounds.stay_out(worker, True)
+                return self._dismiss(_IN_VAIN, in_vain)
             if members is None:
                 return False
             if not self._send_back(members):
@@ -472,12 +477,11 @@ class Hub(Service):
             verdict = [what, number, len(members), closed.staleness[place], *norms.view(np.int64).tolist(), *told]
             self._tell(worker, verdict, closed.pulled if what in _PULLS else [])
 
-    def _tell_failure(self, text: str) -> bool:
-        """Tell all who wait that no round closes any more; return whether anybody did."""
-        waiting = self._rounds.waiting
-        for worker in waiting:
+    def _dismiss(self, what: int, waiting: Mapping[int, str]) -> bool:
+        """Tell workers that wait why they wait in vain; return whether there are any."""
+        for worker, text in waiting.items():
             self._contributions.pop(worker, None)
-            self._tell(worker, [_FAILED, *[0] * (_VERDICT - 1), *_in_bytes(text).view(np.int64).tolist()], [])
+            self._tell(worker, [what, *[0] * (_VERDICT - 1), *_in_bytes(text).view(np.int64).tolist()], [])
         self._rounds.dismiss(waiting)
         return bool(waiting)
 
