@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -12,7 +12,18 @@ import numpy as np
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors, empty
 from hvd_periodic.asynchronous.closing import Closing, Contribution
-from hvd_periodic.asynchronous.meeting import AGAIN, LOOK, PULLS, TEXT, Meeting, failure, in_bytes, verdicts
+from hvd_periodic.asynchronous.meeting import (
+    AGAIN,
+    FAILED,
+    IN_VAIN,
+    LOOK,
+    PULLS,
+    TEXT,
+    Meeting,
+    dismissal,
+    in_bytes,
+    verdicts,
+)
 from hvd_periodic.asynchronous.rounds import Rounds
 from hvd_periodic.asynchronous.service import ANSWER, Service, ServiceTransport, payload_tag
 from hvd_periodic.asynchronous.wire_formats import States
@@ -243,7 +254,11 @@ class Hub(Service):
             members = self._rounds.members()
             self._log_given_up()
             if self._rounds.failure is not None:
-                return self._tell_failure(self._rounds.failure)
+                return self._dismiss(FAILED, dict.fromkeys(self._rounds.waiting, self._rounds.failure))
+            if in_vain := self._rounds.in_vain():
+                for worker in in_vain:
+                    self._rounds.stay_out(worker, True)
+                return self._dismiss(IN_VAIN, in_vain)
             if members is None:
                 return False
             if not self._send_back(members):
@@ -330,12 +345,11 @@ class Hub(Service):
         for worker, verdict in zip(members, answers, strict=True):
             self._tell(worker, verdict, closed.pulled if verdict[0] in PULLS else [])
 
-    def _tell_failure(self, text: str) -> bool:
-        """Tell all who wait that no round closes any more; return whether anybody did."""
-        waiting = self._rounds.waiting
-        for worker in waiting:
+    def _dismiss(self, what: int, waiting: Mapping[int, str]) -> bool:
+        """Tell workers that wait why they wait in vain; return whether there are any."""
+        for worker, text in waiting.items():
             self._contributions.pop(worker, None)
-            self._tell(worker, failure(text), [])
+            self._tell(worker, dismissal(what, text), [])
         self._rounds.dismiss(waiting)
         return bool(waiting)
 

@@ -14,12 +14,13 @@ from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors
 from hvd_periodic.asynchronous.closing import Closed, Contribution
 from hvd_periodic.asynchronous.transport import Transport
+from hvd_periodic.comm.base import DifferentCallsError
 from hvd_periodic.comm.handshake import Record, integers, unpack_records
 
-NOTHING, TAKEN, MOVED, FAILED, AGAIN = range(5)
+NOTHING, TAKEN, MOVED, FAILED, AGAIN, IN_VAIN = range(6)
 """What has become of a round for a worker: nothing moved, as nobody had anything to contribute; nor did the center, but
-this worker, which is left out, takes it; the center moved; the round did not close; or this worker has to come again,
-as the center has moved since it saw it."""
+this worker, which is left out, takes it; the center moved; the round did not close; this worker has to come again, as
+the center has moved since it saw it; or it waits in finalize() for one that waits for all in another call."""
 
 PULLS = (TAKEN, MOVED)
 """After these, the worker pulls vectors."""
@@ -188,12 +189,12 @@ class Meeting(Transport):
         """Return the round that a verdict is about.
 
         Raises:
-            RuntimeError: it did not close.
+            RuntimeError: it did not close; or will not, as ranks are in different calls.
         """
         what, number, count, staleness = verdict[:4].tolist()
         rest = verdict[VERDICT:]
-        if what == FAILED:
-            raise RuntimeError(rest.tobytes().split(b"\0", 1)[0].decode())
+        if what in (FAILED, IN_VAIN):
+            raise (RuntimeError if what == FAILED else DifferentCallsError)(rest.tobytes().split(b"\0", 1)[0].decode())
         told = verdict[4 : VERDICT - 1].view(np.float64).tolist()
         norm, cut, mean = (None if math.isnan(each) else each for each in told)
         self.cut = cut
@@ -226,9 +227,9 @@ def verdicts(
     return found
 
 
-def failure(text: str) -> list[int]:
-    """Return the verdict, as integers, that no round closes any more."""
-    return [FAILED, *[0] * (VERDICT - 1), *in_bytes(text).view(np.int64).tolist()]
+def dismissal(what: int, text: str) -> list[int]:
+    """Return the verdict, as integers, that no round closes for a worker any more, and why."""
+    return [what, *[0] * (VERDICT - 1), *in_bytes(text).view(np.int64).tolist()]
 
 
 def in_bytes(text: str) -> np.ndarray:

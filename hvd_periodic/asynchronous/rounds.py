@@ -172,9 +172,6 @@ class Rounds:
         if self.still_replayed:
             members = [worker for worker in self.still_replayed[0] if worker not in self._gone]
             return members if self._came.keys() >= set(members) else None
-        self._fail_if_calls_differ()
-        if self.failure is not None:
-            return None
         absent = self._leaving | self._apart | self._gone | self._out
         expected = [worker for worker in range(len(self._ranks)) if worker not in absent]
         present = [worker for worker in expected if worker in self._came]
@@ -187,16 +184,18 @@ class Rounds:
         grace = SHARE * (complete - self._closed) if self._quorum.grace is None else self._quorum.grace
         return present if now - max(complete, self.awake_since) >= grace else None
 
-    def _fail_if_calls_differ(self) -> None:
-        """Fail if a worker waits for all others in a call such as save(), and another waits for it in finalize()."""
+    def in_vain(self) -> dict[int, str]:
+        """Return the workers that wait in finalize() for one in a call such as save(), which waits for all; and why."""
+        found = {}
         for leaving in sorted(self._leaving & self._came.keys()):
-            for worker in sorted(self._apart):
-                if self._calls[worker] > self._calls[leaving]:
-                    one, other = titled([self._ranks[worker]]), named([self._ranks[leaving]])
-                    self.fail(
-                        f"{one} is in save() or another call that all ranks make, and {other} in finalize(): all ranks "
-                        "must make the same calls in the same order"
-                    )
+            ahead = [worker for worker in sorted(self._apart) if self._calls[worker] > self._calls[leaving]]
+            if ahead:
+                one, other = titled([self._ranks[ahead[0]]]), named([self._ranks[leaving]])
+                found[leaving] = (
+                    f"{one} is in save() or another call that all ranks make, and {other} in finalize(): all ranks "
+                    "must make the same calls in the same order"
+                )
+        return found
 
     def _after_timeout(self, present: Sequence[int], expected: Sequence[int]) -> list[int] | None:
         """Fail if workers have waited too long; if all of these are leaving, go on without the missing ones."""

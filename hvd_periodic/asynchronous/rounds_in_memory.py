@@ -16,7 +16,7 @@ import numpy as np
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors
 from hvd_periodic.asynchronous.closing import Closing, Contribution
-from hvd_periodic.asynchronous.meeting import AGAIN, LOOK, PULLS, TEXT, Meeting, failure, verdicts
+from hvd_periodic.asynchronous.meeting import AGAIN, FAILED, IN_VAIN, LOOK, PULLS, TEXT, Meeting, dismissal, verdicts
 from hvd_periodic.asynchronous.rounds import GAP, Rounds
 from hvd_periodic.asynchronous.slots import Slots, aligned
 from hvd_periodic.comm.handshake import Purpose
@@ -193,7 +193,10 @@ class RoundsInMemory(Meeting):
                 return self._taken(agreed.results[self._rank])
             if agreed.members is None and self._rounds.failure is not None:
                 self._agree(lambda _: self._rounds.dismiss([self._rank]))
-                return np.array(failure(self._rounds.failure), np.int64), iter(())
+                return np.array(dismissal(FAILED, self._rounds.failure), np.int64), iter(())
+            if agreed.members is None and (why := self._rounds.in_vain().get(self._rank)):
+                self._agree(lambda _: self._leave_in_vain())
+                return np.array(dismissal(IN_VAIN, why), np.int64), iter(())
             if agreed.members is None and self._rank in self._rounds.given_up:  # It was stopped while it waited.
                 self._agree(lambda _: self._rounds.come(self._rank))
             elif self._close_what_is_due(agreed):
@@ -204,6 +207,10 @@ class RoundsInMemory(Meeting):
                 pause = min(2 * pause, LONG)
                 if time.monotonic() - before > GAP:  # It was stopped; if all were, nobody is late.
                     self._rounds.awake_since = time.monotonic()
+
+    def _leave_in_vain(self) -> None:
+        self._rounds.dismiss([self._rank])
+        self._rounds.stay_out(self._rank, True)
 
     def _note_arrival(self, agreed: _Agreed, leaving: bool, seen: int) -> None:
         if seen in (-1, agreed.number):

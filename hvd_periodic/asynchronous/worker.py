@@ -31,7 +31,8 @@ from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.error_feedback import Packed
 from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.centers.tensor_group import TensorGroup, all_buckets
-from hvd_periodic.comm.base import ADOPTING, Communicator, DifferentCallsError
+from hvd_periodic.comm.base import Communicator, DifferentCallsError, barrier_id
+from hvd_periodic.comm.handshake import Purpose, called
 from hvd_periodic.comm.horovod import depart
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.comm.process_end import end_now
@@ -256,7 +257,11 @@ class Worker:
         self.resume_training()
         self._publish_file()
         self.interrupted = True
-        yield
+        try:
+            yield
+        except DifferentCallsError:  # Nobody waits for its messages any more.
+            self.interrupted = False
+            raise
         self.interrupted = False
 
     def exchange(
@@ -564,13 +569,13 @@ class Worker:
         """Wait until all workers are done, and keep the final center; collective."""
         self._publish_file()
         with self.communicator.tracker.at("finalize() of asynchronous exchange"):
-            self._wait_for_all(self.membership.number)
+            self.wait_for_all(Purpose.LEAVE)
             self._log_dead_ranks()
             self._final = [self.transport.read(index) for index in range(len(self._places) + 1)]
             if self._hands_out(self._parts[0].algorithm):  # All take the center now, see Asynchronous.leave().
                 self.transport.take()
                 self._ledger(self._final[-1]).take(range(self.communicator.size))
-            self.communicator.idle_barrier(self.membership.number)
+            self.communicator.idle_barrier(self._id_of(Purpose.LEAVE))
         if self._file is not None:
             self.transport.show()
             self._file.release()
@@ -596,28 +601,39 @@ class Worker:
         Raises:
             RuntimeError: other ranks are in another call; on all ranks.
         """
-        barrier_id = self.membership.number | ADOPTING
         self.transport.stay_out(True)
         try:
             with self.communicator.tracker.at("adopt()", idle=False):
-                self._wait_for_all(barrier_id)
+                self.wait_for_all(Purpose.ADOPT)
                 knows = bool(self.communicator.dead_ranks())
-                return self.communicator.idle_barrier(barrier_id if knows else 0) > 0
+                return self.communicator.idle_barrier(self._id_of(Purpose.ADOPT) if knows else 0) > 0
         finally:
             self.transport.stay_out(False)
 
-    def _wait_for_all(self, barrier_id: int) -> None:
+    def meet(self, purpose: Purpose) -> None:
+        """Wait for all ranks in a call that is about to communicate, since some may wait in an idle barrier instead.
+
+        Raises:
+            RuntimeError: ranks are in different calls; on all of them.
+        """
+        with self.communicator.tracker.at(called(purpose, self.membership.number), idle=False):
+            self.wait_for_all(purpose)
+
+    def wait_for_all(self, purpose: Purpose) -> None:
         """Wait in an idle barrier; if ranks are in different calls, until all of them come to rounds again.
 
         Raises:
             RuntimeError: ranks are in different calls; on all of them.
         """
         try:
-            self.communicator.idle_barrier(barrier_id)
+            self.communicator.idle_barrier(self._id_of(purpose))
         except DifferentCallsError:
             self.transport.stay_out(False)
             self.communicator.idle_barrier(0)
             raise
+
+    def _id_of(self, purpose: Purpose) -> int:
+        return barrier_id(purpose, self.membership.number)
 
     def close(self, where: str = "the end of the process, after asynchronous exchange") -> None:
         """Wait for all ranks, then release everything; collective.
@@ -630,7 +646,7 @@ class Worker:
         if not self.communicator.alive():
             return
         with self.communicator.tracker.at(where):
-            self.communicator.idle_barrier(self.membership.number)
+            self.communicator.idle_barrier(self._id_of(Purpose.LEAVE))
         if not self.communicator.dead_ranks():
             self.transport.close()
 
@@ -668,9 +684,9 @@ def _joined(communicator: Communicator) -> Generator[None, None, int]:
         while (number := look()) is None:
             yield
         return number
-    except DifferentCallsError:  # Those whose calls differ meet once more, see Worker._wait_for_all().
+    except DifferentCallsError:  # Those whose calls differ meet once more, see Worker.wait_for_all().
         yield from _joined(communicator)
-        return ADOPTING
+        return barrier_id(Purpose.LEAVE, 1)
 
 
 def _close_all() -> None:

@@ -14,7 +14,7 @@ from hvd_periodic.arguments import require_int
 from hvd_periodic.comm.agreement import raise_on_all
 from hvd_periodic.comm.collective_tracker import CollectiveTracker, NullTracker
 from hvd_periodic.comm.collectives import Collectives
-from hvd_periodic.comm.handshake import Purpose, Record, describe_conflict, integers, unpack_records
+from hvd_periodic.comm.handshake import Purpose, Record, called, describe_conflict, integers, unpack_records
 from hvd_periodic.comm.transports import LONG, Messages, SharedMemory
 from hvd_periodic.ranks import named
 from hvd_periodic.spellings import rename_members
@@ -239,8 +239,8 @@ class Communicator(Collectives):
         """Enter an idle barrier of all ranks, which may take hours.
 
         Args:
-            barrier_id: number of the optimizer that this rank waits for, above 0; in ``adopt()``, :data:`ADOPTING` is
-                added to it. 0: it takes part in any barrier of the others.
+            barrier_id: as :func:`barrier_id` returns it, for the call that this rank waits in; 0: it takes part in any
+                barrier of the others.
 
         Returns:
             a function that polls: None until all ranks have arrived, then the id they wait for; 0 if none waits.
@@ -286,12 +286,18 @@ _FORMER = {
 rename_members(Communicator, **_FORMER)
 
 
-ADOPTING = 2**16
-"""The bit of a barrier id that says that a rank waits in ``adopt()``; without it, it waits in ``finalize()``."""
-
-
 class DifferentCallsError(RuntimeError):
     """Ranks have met in an idle barrier in different calls; raised on all of them."""
+
+
+def barrier_id(purpose: Purpose, optimizer: int) -> int:
+    """Return a number above 0 for a call of an optimizer, given the number of that.
+
+    Example:
+        >>> barrier_id(Purpose.LEAVE, 1), barrier_id(Purpose.SAVE, 1), barrier_id(Purpose.LEAVE, 2)
+        (16, 17, 29)
+    """
+    return optimizer * len(Purpose) + purpose
 
 
 def common_barrier(ids: Sequence[int]) -> int:
@@ -304,14 +310,9 @@ def common_barrier(ids: Sequence[int]) -> int:
         >>> common_barrier([2, 0, 2])
         2
     """
-    waiting = sorted({barrier_id for barrier_id in ids if barrier_id})
+    waiting = sorted({number for number in ids if number})
     if len(waiting) > 1:
-        calls = (
-            f"adopt() of optimizer {each % ADOPTING}"
-            if each & ADOPTING
-            else f"finalize() of optimizer {each}, or the end of the process"
-            for each in waiting
-        )
+        calls = [called(Purpose(each % len(Purpose)), each // len(Purpose)) for each in waiting]
         raise DifferentCallsError(
             f"Ranks are in different calls: {'; '.join(calls)}. All ranks must make the same calls in the same order"
         )

@@ -91,7 +91,7 @@ class Record:
         if self.purpose == Purpose.TRAINER:
             return TRAINER_CALLS[self.optimizer]
         where = "" if self.purpose == Purpose.START else f" at local step {self.local_steps}"
-        return f"{_CALLS[Purpose(self.purpose)]} of optimizer {self.optimizer}{where}"
+        return f"{called(Purpose(self.purpose), self.optimizer)}{where}"
 
 
 _CODES = ["d" if str(field.type).startswith("float") else "q" for field in fields(Record)]
@@ -168,6 +168,16 @@ _CALLS = {
     Purpose.ADOPT: "adopt()",
     Purpose.SESSION_END: "end of a session",
 }
+
+
+def called(purpose: Purpose, optimizer: int) -> str:
+    """Return the name of a call of an optimizer, given the number of that.
+
+    Example:
+        >>> called(Purpose.SAVE, 2)
+        'save() of optimizer 2'
+    """
+    return f"{_CALLS[purpose]} of optimizer {optimizer}"
 
 
 def describe_conflict(records: Sequence[Record], numbers: Sequence[int]) -> str | None:

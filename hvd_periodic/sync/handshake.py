@@ -142,7 +142,7 @@ class Handshake:
         background_save: the last background save of these ranks, complete or not; None if there was none.
         fatal_error: why this rank can never exchange again; None while it can.
         ready_at: time of the last handshake, when this rank was ready for it, in seconds since 1970.
-        apart: a context in which nobody else waits for this rank elsewhere.
+        apart: returns a context in which this rank waits for all others in a call, and nobody for it elsewhere.
         wait_seconds: duration of the last handshake in seconds: waiting for all ranks and gathering their records.
     """
 
@@ -164,7 +164,7 @@ class Handshake:
         self.everyone_trains = True
         self.background_save: Saving | None = None
         self.ready_at = self.wait_seconds = 0.0
-        self.apart: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.apart: Callable[[Purpose], AbstractContextManager[object]] = nullcontext
         self._warned = False
 
     def meet(self, purpose: Purpose) -> list[Record]:
@@ -196,7 +196,7 @@ class Handshake:
         record, communicator = self.record(own, purpose, predicted, problem), self._membership.communicator
         communicator.tracker.follow_steps(self._membership.number, self._progress)
         self.ready_at, came = time.time(), time.perf_counter()
-        with self.apart():
+        with self.apart(purpose):
             met = communicator.handshake(record, failure, piggyback)
         self.wait_seconds = time.perf_counter() - came
         save = self.background_save
@@ -235,7 +235,7 @@ class Handshake:
         steps, communicator = self._progress.local_steps, self._membership.communicator
         record = Record(purpose, self._membership.number, problem=int(problem is not None), local_steps=steps)
         communicator.tracker.follow_steps(self._membership.number, self._progress)
-        with self.apart():
+        with self.apart(purpose):
             communicator.handshake(record, None if problem is None else RuntimeError(problem))
 
     def record(

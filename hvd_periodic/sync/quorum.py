@@ -15,6 +15,7 @@ from hvd_periodic.asynchronous.meeting import Meeting, Round
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers import Placement
 from hvd_periodic.centers.norm_bounds import NormBounds
+from hvd_periodic.comm.base import DifferentCallsError
 from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
@@ -105,7 +106,7 @@ class WithQuorum(Asynchronous[V]):
         )
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
-        context.handshake.apart = self._apart
+        context.handshake.apart = self.apart
 
     def facts(self) -> dict[str, object]:
         """Return the settings that all ranks must share."""
@@ -139,11 +140,12 @@ class WithQuorum(Asynchronous[V]):
         return cast(Meeting, self.worker.transport)
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Let no round wait for this rank inside a ``with`` block, where it waits for all others."""
+    def apart(self, purpose: Purpose) -> Iterator[None]:
+        """As in asynchronous exchange; no round waits for this rank meanwhile."""
         self._meeting.apart(True)
         try:
-            yield
+            with super().apart(purpose):
+                yield
         finally:
             self._meeting.apart(False)
 
@@ -220,8 +222,12 @@ class WithQuorum(Asynchronous[V]):
         uncounted = self.context.exchanged.replica.uncounted
         if uncounted is not None:
             raise RuntimeError(uncounted)
-        while self.exchange(leaving=True):  # In a replayed round, among others that train.
-            pass
+        try:
+            while self.exchange(leaving=True):  # In a replayed round, among others that train.
+                pass
+        except DifferentCallsError:
+            self.worker.wait_for_all(Purpose.LEAVE)  # All ranks learn of it.
+            raise
         self.context.membership.communicator.give_up(self._meeting.round.given_up)
         self.worker.finish()
         self.worker.take(list(self.tensor_groups))

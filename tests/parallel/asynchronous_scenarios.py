@@ -382,13 +382,19 @@ def adopted(mode: str) -> Any:
 
 @on_one(transports, "window")
 def apart(mode: str) -> Any:
-    """After finalize(), the last rank adopts and the others finalize again: the error; then all make the same calls."""
+    """After finalize(), the last rank adopts or saves, and the others make another call; then all finalize."""
     tensors = awkward(0)
     optimizer, model = elastic(mode, tensors), torch.nn.ParameterList(tensors)
     optimizer.synchronizer.begin()
     optimizer.finalize()
     last = hvd.rank() == hvd.size() - 1
-    found = attempt((lambda: optimizer.adopt(model)) if last else optimizer.finalize)
+    calls: dict[str, Callable[[], object]] = {
+        "adopt": lambda: optimizer.adopt(model),
+        "finalize": optimizer.finalize,
+        "save": lambda: hvdp.save(Path(sys.argv[1]) / "apart", model, optimizer),
+    }
+    pairs = ("adopt", "finalize"), ("adopt", "save"), ("save", "adopt"), ("save", "finalize")
+    found = {f"{one}, {others}": attempt(calls[one if last else others]) for one, others in pairs}
     optimizer.finalize()
     return found
 

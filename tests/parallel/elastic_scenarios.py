@@ -288,13 +288,15 @@ def target(rank: int, step: int) -> list[float]:
 def policies_of(scenario: Any) -> dict[str, str]:
     """Return the policies of further parameters in a scenario, as far as the equations below know them.
 
-    ``led`` is the root's at every exchange. A step touches some rows of ``table``. Where the last collective matters,
-    there are none: each takes more of them.
+    ``led`` is the root's at every exchange. A step touches some rows of ``table``. Of ``seldom``, a step has a gradient
+    on some ranks. Where the last collective matters, there are none: each takes more of them.
     """
     one_level = not (scenario.inner or scenario.overlap or getattr(scenario, "fragments", 1) > 1)
     one_level &= all(event.what != "after" for event in getattr(scenario, "events", ()))
     tables = one_level and scenario.center == "replicated" and not getattr(scenario, "int8", False)
-    return ({"led": "broadcast"} if one_level else {}) | ({"table": "rows"} if tables else {})
+    seldom = one_level and scenario.algorithm == "averaging" and scenario.loop in ("", "eager")
+    found = ({"led": "broadcast"} if one_level else {}) | ({"table": "rows"} if tables else {})
+    return found | ({"seldom": "present"} if seldom else {})
 
 
 def touched(rank: int, step: int) -> np.ndarray:
@@ -312,18 +314,36 @@ def led_target(rank: int) -> float:
     return 0.25 + rank
 
 
-def led_after(stretches: Sequence[tuple[int, Sequence[int]]], steps: int = STEPS) -> float:
-    """Return ``led`` on all workers at the end, by the equations; arguments as of :func:`expected`."""
+def has_seldom(rank: int, step: int) -> bool:
+    """Return whether a step of a rank has a gradient of ``seldom``: in some rounds no rank has, or one, or all."""
+    return (rank + 2 * step) % 5 < 2 and (step // PERIOD) % 4 != 2
+
+
+def led_or_seldom_after(
+    stretches: Sequence[tuple[int, Sequence[int]]],
+    steps: int = STEPS,
+    gives_velocity: bool = False,
+    seldom: bool = False,
+) -> float:
+    """Return ``led``, or ``seldom`` in model averaging, on all workers at the end, by the equations.
+
+    The arguments are as of :func:`expected`.
+    """
     center, workers = 0.0, dict[int, tuple[float, float]]()
     for (begin, processes), end in zip(stretches, [*(step for step, _ in stretches[1:]), steps], strict=True):
-        workers = {process: workers.get(process, (center, 0.0)) for process in processes}
-        for step in range(begin + 1, end + 1):
+        given = next((workers[process][1] for process in processes if process in workers), 0.0) * gives_velocity
+        workers = {process: workers.get(process, (center, given)) for process in processes}
+        present = set() if seldom else {processes[0]}
+        for step in range(begin, end):
             for rank, (process, (x, velocity)) in enumerate(workers.items()):
-                velocity = MOMENTUM * velocity + x - led_target(rank)
-                workers[process] = x - RATE * velocity, velocity
-            if step % PERIOD == 0:
-                center, _ = workers[processes[0]]
+                if not seldom or has_seldom(rank, step):
+                    velocity = MOMENTUM * velocity + x - led_target(rank)
+                    workers[process] = x - RATE * velocity, velocity
+                    present |= {process} if seldom else set()
+            if (step + 1) % PERIOD == 0 and present:
+                center = sum(workers[process][0] for process in present) / len(present)
                 workers = {process: (center, velocity) for process, (_, velocity) in workers.items()}
+                present = set() if seldom else present
     return center
 
 
@@ -333,13 +353,15 @@ def check_further(
     stretches: Sequence[tuple[int, Sequence[int]]],
     rank: int,
     steps: int = STEPS,
+    gives_velocity: bool = False,
 ) -> None:
     """Check what a rank has of the further parameters at its end, and their center."""
-    if "led" in end:
-        np.testing.assert_allclose(end["led"], [led_after(stretches, steps)], rtol=0, atol=1e-12)
-        assert end["led_center"] == end["led"]
+    for name in {"led", "seldom"} & end.keys():
+        value = led_or_seldom_after(stretches, steps, gives_velocity, seldom=name == "seldom")
+        np.testing.assert_allclose(end[name], [value], rtol=0, atol=1e-12)
+        assert end[f"{name}_center"] == end[name] != [0.0]
     if "table" in end:
-        center, workers = expected(algorithm, stretches, steps=steps, of_table=True)
+        center, workers = expected(algorithm, stretches, gives_velocity, steps=steps, of_table=True)
         np.testing.assert_allclose(end["table_center"], center, rtol=0, atol=1e-12)
         np.testing.assert_allclose(end["table"], list(workers.values())[rank].x, rtol=0, atol=1e-12)
         assert any(end["table_center"])

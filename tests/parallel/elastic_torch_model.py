@@ -6,11 +6,20 @@ from collections.abc import Mapping
 
 import torch
 
-from tests.parallel.elastic_scenarios import MOMENTUM, RATE, SIZE, led_target, table_momentum, target, touched
+from tests.parallel.elastic_scenarios import (
+    MOMENTUM,
+    RATE,
+    SIZE,
+    has_seldom,
+    led_target,
+    table_momentum,
+    target,
+    touched,
+)
 
 
 class Further:
-    """The parameters ``led`` and ``table`` of a model, as far as there are policies for them.
+    """The parameters ``led``, ``seldom`` and ``table`` of a model, as far as there are policies for them.
 
     Args:
         model: gets them.
@@ -18,7 +27,7 @@ class Further:
     """
 
     def __init__(self, model: torch.nn.Module, policies: Mapping[str, str]) -> None:
-        shapes = {"led": (1,), "table": (SIZE, 1)}
+        shapes = {"led": (1,), "seldom": (1,), "table": (SIZE, 1)}
         self._model = model
         self._parameters = {
             name: torch.nn.Parameter(torch.zeros(shapes[name], dtype=torch.float64))
@@ -39,6 +48,8 @@ class Further:
         """Set the gradients of a step."""
         for name, parameter in self._parameters.items():
             parameter.grad = parameter.detach() - led_target(rank)
+            if name == "seldom" and not has_seldom(rank, step):
+                parameter.grad = None
             if name == "table":
                 away = parameter.detach().reshape(-1).numpy() - target(rank, step)
                 parameter.grad = torch.from_numpy(away * touched(rank, step)).reshape(SIZE, 1)

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import hvd_periodic.tensorflow as hvdp
 from tests.parallel.elastic_events import begin, end
-from tests.parallel.elastic_keras_model import half_square, point_and_mean
-from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, SIZE, target
+from tests.parallel.elastic_keras_model import gradient_of, half_square, point_and_mean
+from tests.parallel.elastic_scenarios import MOMENTUM, PERIOD, RATE, SIZE, policies_of, target
 from tests.parallel.rendezvous_scenarios import KERAS, KERAS_COMPILED, OWN_TARGET, Scenario
 from tests.parallel.rendezvous_worker import CountsNewStarts, arrive, happen
 
@@ -35,9 +35,12 @@ class State(CountsNewStarts, hvdp.elastic.State):
 def main(scenario: Scenario, number: int) -> None:
     """Train."""
     keras.config.set_floatx("float64")
-    model, mean = point_and_mean(scenario.fragments, own=1)
+    policies = policies_of(scenario) if scenario.loop == "eager" else {}
+    model, mean = point_and_mean(scenario.fragments, own=1, further=policies)
+    further = [variable for variable in model.trainable_variables if variable.name in policies]
     own = next(variable for variable in model.trainable_variables if variable.name == "own")
     own.assign([number])
+    trained = [variable for variable in model.trainable_variables if variable.name not in policies]
     algorithms = {"averaging": hvdp.Averaging, "diloco": hvdp.DiLoCo, "easgd": hvdp.EASGD, "agn": hvdp.AGN}
     local = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
     optimizer = hvdp.PeriodicOptimizer(
@@ -49,7 +52,7 @@ def main(scenario: Scenario, number: int) -> None:
         overlap=scenario.overlap,
         fragments=scenario.fragments,
         compression=hvdp.Compression.int8 if scenario.int8 else hvdp.Compression.none,
-        parameters={"*own": "local"},
+        parameters={"*own": "local", **{f"*{name}": policy for name, policy in policies.items()}},
     )
     model.compile(optimizer, loss=half_square, jit_compile=False)
     state = State(model, commit="exchange", batch=0)
@@ -57,7 +60,9 @@ def main(scenario: Scenario, number: int) -> None:
     def descend(targets: Any) -> None:
         with tf.GradientTape() as tape:
             loss = half_square(targets, model(targets, training=True))
-        optimizer.apply(tape.gradient(loss, model.trainable_variables))
+        gradients = dict(zip(map(id, trained), tape.gradient(loss, trained), strict=True))
+        gradients |= {id(v): gradient_of(v, dist.get_rank(), state.batch - 1) for v in further}
+        optimizer.apply([gradients[id(v)] for v in model.trainable_variables])
 
     step = tf.function(descend) if scenario.loop == "compiled" else descend
 
@@ -85,8 +90,10 @@ def main(scenario: Scenario, number: int) -> None:
 
     assert train(state) == "done"
     replica = values(model)
+    ends = {variable.name: variable.numpy().ravel().tolist() for variable in further}
     with optimizer.center():
         center = values(model)
+        ends |= {f"{variable.name}_center": variable.numpy().ravel().tolist() for variable in further}
     end(
         dist.get_rank(),
         x=replica,
@@ -96,12 +103,13 @@ def main(scenario: Scenario, number: int) -> None:
         number=number,
         steps=optimizer.synchronizer.local_steps,
         batch=state.batch,
+        **ends,
     )
 
 
 def values(model: keras.Model) -> list[float]:
-    """Return all parameters that are exchanged."""
-    exchanged = [variable.numpy() for variable in model.trainable_variables if variable.name != "own"]
+    """Return the parameters of the equations."""
+    exchanged = [variable.numpy() for variable in model.trainable_variables if variable.name.startswith("x")]
     found: list[float] = np.concatenate(exchanged).tolist()
     return found
 

@@ -14,7 +14,6 @@ import pytest
 
 from tests import compression_oracle as slow
 from tests import oracle
-from tests import presence_oracle as present
 from tests.overlap_oracle import PERIOD
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import Scenarios, attempt, column, crossed, repeated, rotated
@@ -114,7 +113,7 @@ def present_experts() -> Any:
     ways |= {wire: {"compression": compression} for wire, compression in WIRES.items()}
     for name, way in crossed(("average", "diloco", "easgd"), tuple(ways)):
         body, expert = (torch.nn.Parameter(torch.full((2,), 1.0, dtype=torch.float64)) for _ in range(2))
-        inner = torch.optim.SGD([body, expert], lr=present.RATE, momentum=present.MOMENTUM)
+        inner = torch.optim.SGD([body, expert], lr=oracle.RATE, momentum=oracle.MOMENTUM)
         named = [("body", body), ("expert", expert)]
         algorithm = hvdp.EASGD(0.25, rho=0.5) if name == "easgd" else ALGORITHMS[name]()
         optimizer = hvdp.PeriodicOptimizer(
@@ -124,7 +123,7 @@ def present_experts() -> Any:
         for step in range(1, oracle.STEPS + 1):
             for x in (body, expert):
                 x.grad = (0.5 + 0.25 * hvd.rank()) * (x.detach() - (1.5 - hvd.rank()))
-            if not present.uses(hvd.rank(), step, 0):
+            if not oracle.has_gradient(hvd.rank(), step, 0):
                 expert.grad = None
             optimizer.step()
             seen.append(expert.tolist())
@@ -136,9 +135,9 @@ def present_experts() -> Any:
 def test_parameters_of_those_present(ranks: list[dict[str, Any]]) -> None:
     for case in column(ranks, "present_experts")[0]:
         name, _, way = case.partition(" ")
-        element = present.Element(1.0, len(ranks), name)
+        element = oracle.Present(1.0, len(ranks), name)
         exchanges = range(PERIOD, oracle.STEPS + 1, PERIOD)
-        steps = present.trajectory(element, oracle.STEPS, exchanges, lambda i, t: present.uses(i, t, 0))
+        steps = oracle.present(element, oracle.STEPS, exchanges, lambda i, t: oracle.has_gradient(i, t, 0))
         reports = column(ranks, "present_experts", case)
         assert [center for _, center in reports] == [reports[0][1]] * len(ranks), f"one center of {case}, to the bit"
         if way in ("topk", "chunks"):  # Half of what there is to say comes later.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import time
 from functools import partial
@@ -258,6 +259,24 @@ def test_a_saved_set_resumes_exactly(ranks: list[dict[str, Any]]) -> None:
         assert resumed == whole
         assert whole[1] == reports[0][0][1], "one center"
         assert whole[0] == whole[1], "all were in the last round"
+
+
+@scenario
+def saves_beside_finalize() -> Any:
+    """The last rank saves, the first is at its end, and the other trains on until it is there too."""
+    x, optimizer = quadratic(hvdp.DiLoCo())
+    period(x, optimizer)
+    if hvd.rank() == 1:
+        period(x, optimizer)
+    model = torch.nn.ParameterDict({"x": x})
+    last = hvd.rank() == hvd.size() - 1
+    return attempt((lambda: hvdp.save(folder_of("beside"), model, optimizer)) if last else optimizer.finalize)
+
+
+def test_saves_beside_finalize(ranks: list[dict[str, Any]]) -> None:
+    for error in column(ranks, "saves_beside_finalize"):
+        calls = r"finalize\(\) of optimizer (\d+); save\(\) of optimizer \1\."
+        assert re.match(rf"DifferentCallsError: Ranks are in different calls: {calls}", error), error
 
 
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {

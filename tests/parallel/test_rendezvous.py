@@ -108,8 +108,8 @@ def check(job: Job) -> list[list[int]]:
         assert (end["pid"], end["steps"], end["batch"]) == (process, scenario.steps, scenario.steps), job.output()
         np.testing.assert_allclose(end["center"][known], center[known], rtol=0, atol=tolerance)
         np.testing.assert_allclose(end["x"][known], worker.x[known], rtol=0, atol=tolerance)
-        check_further(end, scenario.algorithm, numbered(stretches), rank, scenario.steps)
-        assert of_keras or end.keys() >= policies_of(scenario).keys()
+        check_further(end, scenario.algorithm, numbered(stretches), rank, scenario.steps, of_keras)
+        assert scenario.loop in ("fit", "compiled") or end.keys() >= policies_of(scenario).keys()
         assert end["center"] == job.end(0)["center"]
         assert all(end["center"])
         np.testing.assert_allclose(end.get("mean", worker.mean), worker.mean, rtol=0, atol=tolerance)

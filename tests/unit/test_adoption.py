@@ -15,6 +15,7 @@ import pytest
 
 from hvd_periodic import AGN, BMUF, EASGD, Algorithm, Averaging, Communicator, Compression, DiLoCo, SlowMo
 from hvd_periodic.asynchronous.worker import _leave
+from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.comm.subset import Subset
 from hvd_periodic.numpy import SGD, NumpyReplica, PeriodicOptimizer
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
@@ -77,6 +78,16 @@ def in_turn(comm: Communicator, work: Callable[[], Any]) -> None:
         if rank == comm.rank:
             work()
         comm.allgather_object(None, "in turn")
+
+
+def call_elsewhere(optimizer: PeriodicOptimizer, model: dict[str, Array], call: str) -> None:
+    """Make a call, of those that all ranks make together."""
+    if call == "save":
+        optimizer.synchronizer.handshake.meet(Purpose.SAVE)
+    elif call == "center":
+        of_center(optimizer, model)
+    elif call != "step":
+        getattr(optimizer.synchronizer, call)()
 
 
 def of_center(optimizer: PeriodicOptimizer, model: dict[str, Array]) -> Any:
@@ -251,24 +262,29 @@ def test_a_set_that_is_refused_on_one_rank_is_an_error_everywhere() -> None:
     run_ranks(2, job)
 
 
-@pytest.mark.parametrize("elsewhere", ["step", "finalize"])
-def test_a_rank_that_is_elsewhere_is_an_error_everywhere(elsewhere: str) -> None:
+@pytest.mark.parametrize(
+    ("elsewhere", "center"),
+    [
+        *((elsewhere, "replicated") for elsewhere in ("step", "finalize", "save", "audit", "broadcast", "center")),
+        *((elsewhere, "sharded") for elsewhere in ("center", "state_dict")),
+    ],
+)
+@pytest.mark.parametrize("adopting", [{0}, {1, 2}], ids=str)
+def test_a_rank_that_is_elsewhere_is_an_error_everywhere(elsewhere: str, center: str, adopting: set[int]) -> None:
+    """Who reads a center that is on every rank waits for nobody, and is elsewhere at its next step."""
+
     def job(comm: Communicator) -> None:
         model = started()
-        optimizer = made(comm, model, "average")
+        optimizer = made(comm, model, "average", center=center)
         train(optimizer, model, comm.rank, 1)
-        if comm.rank == 0:
+        if comm.rank in adopting:
             optimizer.adopt({"w": model["w"]})
-        elif elsewhere == "step":
-            train(optimizer, model, comm.rank, PERIOD)
-        else:
-            optimizer.finalize()
+        call_elsewhere(optimizer, model, elsewhere)
+        train(optimizer, model, comm.rank, PERIOD)
 
-    found = errors(2, job)
-    assert len(found) == 2
-    for error in found:
-        assert "adopt() of optimizer 1" in str(error)
-        assert "Call adopt() on all ranks together" in str(error)
+    for _, text in errors(3, job):
+        assert text.startswith("Ranks wait for each other in different places: ")
+        assert "adopt() of optimizer 1 at local step 1" in text
 
 
 @pytest.mark.parametrize("way", ["replicated", "sharded", "int8"])
@@ -461,11 +477,12 @@ def test_it_is_refused_once_a_rank_has_died(knowing: set[int], kind: dict[str, A
     run_ranks(3, job)
 
 
-@pytest.mark.parametrize("elsewhere", ["finalize", "step"])
+@pytest.mark.parametrize("elsewhere", ["finalize", "step", "center", "audit", "save", "broadcast"])
 @pytest.mark.parametrize("alone", [{2}, {0}, {0, 1}], ids=str)
 @pytest.mark.parametrize("kind", [{"asynchronous": True}, {"quorum": 2, "grace_seconds": 0.0}], ids=str)
 def test_ranks_in_another_call_are_an_error_everywhere(kind: dict[str, Any], alone: set[int], elsewhere: str) -> None:
     """They finalize again, or first train on, and wait for nobody in this; then all make the same calls again."""
+    called = f"{elsewhere}()" if elsewhere in ("save", "broadcast") else "finalize()"
 
     def job(comm: Communicator) -> str:
         model = started()
@@ -475,18 +492,59 @@ def test_ranks_in_another_call_are_an_error_everywhere(kind: dict[str, Any], alo
         with pytest.raises(RuntimeError) as caught:
             if comm.rank not in alone:
                 optimizer.adopt({"w": model["w"]})
+            call_elsewhere(optimizer, model, elsewhere)
             if elsewhere == "step":
                 train(optimizer, model, comm.rank, PERIOD)
             optimizer.finalize()
         optimizer.finalize()
+        optimizer.synchronizer.handshake.meet(Purpose.SAVE)
         optimizer.adopt({"w": model["w"]})
         train(optimizer, {"w": model["w"]}, comm.rank, PERIOD)
         optimizer.finalize()
         return str(caught.value)
 
-    calls = "finalize() of optimizer 1, or the end of the process; adopt() of optimizer 1"
+    calls = f"{called} of optimizer 1; adopt() of optimizer 1"
     text = f"Ranks are in different calls: {calls}. All ranks must make the same calls in the same order"
     assert run_ranks(3, job) == [text] * 3
+
+
+@pytest.mark.parametrize("saving", [{2}, {0}, {0, 1}], ids=str)
+@pytest.mark.parametrize("kind", [{"asynchronous": True}, {"quorum": 2, "grace_seconds": 0.0}], ids=str)
+def test_saves_and_the_end_of_training_are_an_error_everywhere(kind: dict[str, Any], saving: set[int]) -> None:
+    """Rank 1 trains on for a while, and is kept waiting by nobody."""
+
+    def job(comm: Communicator) -> str:
+        model = started()
+        optimizer = made(comm, model, "easgd", **kind)
+        train(optimizer, model, comm.rank, PERIOD)
+        with pytest.raises(RuntimeError) as caught:
+            train(optimizer, model, comm.rank, 2 * PERIOD if comm.rank == 1 else 0)
+            call_elsewhere(optimizer, model, "save" if comm.rank in saving else "finalize")
+        return str(caught.value)
+
+    calls = "finalize() of optimizer 1; save() of optimizer 1"
+    text = f"Ranks are in different calls: {calls}. All ranks must make the same calls in the same order"
+    assert run_ranks(3, job) == [text] * 3
+
+
+@pytest.mark.parametrize("kind", [{"asynchronous": True}, {"quorum": 2}], ids=str)
+def test_calls_of_optimizers_of_high_numbers(kind: dict[str, Any]) -> None:
+    def job(comm: Communicator) -> str:
+        comm.constructed = 2**16 - 1
+        model = started()
+        optimizer = made(comm, model, "easgd", **kind)
+        train(optimizer, model, comm.rank, 1)
+        optimizer.finalize()
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.finalize() if comm.rank else optimizer.adopt({"w": model["w"]})
+        optimizer.finalize()
+        optimizer.adopt({"w": model["w"]})
+        return str(caught.value)
+
+    for text in run_ranks(3, job):
+        assert text.startswith(
+            "Ranks are in different calls: finalize() of optimizer 65536; adopt() of optimizer 65536"
+        )
 
 
 def test_a_rank_at_its_end_hears_of_ranks_in_different_calls() -> None:

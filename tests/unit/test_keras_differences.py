@@ -28,8 +28,9 @@ class Coded(keras.layers.Layer):
         return inputs
 
 
+@pytest.mark.parametrize("call", ["finalize", "audit"])
 @pytest.mark.parametrize(("buffers", "named"), [(None, 2), ({"*/codes": "local"}, 1), ({"*": "local"}, 0)])
-def test_each_is_named(buffers: object, named: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_is_named(buffers: object, named: int, call: str, caplog: pytest.LogCaptureFixture) -> None:
     def work(communicator: Communicator) -> None:
         layers = [keras.layers.Dense(2), Coded(), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
         model = keras.Sequential([keras.Input((2,)), *layers])
@@ -46,7 +47,7 @@ def test_each_is_named(buffers: object, named: int, caplog: pytest.LogCaptureFix
             optimizer.apply([tf.ones(v.shape) for v in model.trainable_variables], model.trainable_variables)
         layers[1].codes.assign(np.full((8, 2), rank, np.float32))
         layers[0].bias.assign(np.full(2, rank, np.float32))
-        optimizer.synchronizer.finalize()
+        getattr(optimizer.synchronizer, call)()
 
     run_ranks(2, work)
     assert caplog.text.count("differs between ranks: rank 1 from rank 0. To exchange it, pass buffers={'") == named

@@ -18,8 +18,8 @@ import hvd_periodic.tensorflow as hvdp
 from hvd_periodic import Communicator, LocalCommunicator
 from tests.covering import covering
 from tests.helpers import run_ranks
+from tests.oracle import MOMENTUM, RATE, Present, has_gradient, present
 from tests.parallel.tiers import thorough
-from tests.presence_oracle import MOMENTUM, RATE, Element, trajectory, uses
 from tests.unit.test_tensorflow_edges import Delegate
 
 pytestmark = pytest.mark.timeout(120)
@@ -65,7 +65,7 @@ def made(trained: list[Any], communicator: Any, algorithm: str, **options: Any) 
 
 def stepped(trained: list[Any], optimizer: Any, rank: int, step: int) -> None:
     """Take a step with the gradients that the oracle has."""
-    with_gradient = [True, *(uses(rank, step, which) for which in range(2))]
+    with_gradient = [True, *(has_gradient(rank, step, which) for which in range(2))]
     gradients = [
         (0.5 + 0.25 * rank) * (x.value - (1.5 - rank)) if here else None
         for x, here in zip(trained, with_gradient, strict=True)
@@ -79,12 +79,12 @@ def expected(algorithm: str, ranks: int = RANKS, delay: int = 0) -> list[list[di
     for name, values in START.items():
         which = None if name == "body" else int(name[-1])
         for value in values:
-            element = Element(value, ranks, algorithm, takes_part=which is None)
-            replicas = trajectory(
+            element = Present(value, ranks, algorithm, takes_part=which is None)
+            replicas = present(
                 element,
                 STEPS,
                 range(PERIOD, STEPS + 1, PERIOD),
-                lambda i, t, which=which: which is None or uses(i, t, which),
+                lambda i, t, which=which: which is None or has_gradient(i, t, which),
                 delay,
             )
             for rank in range(ranks):
@@ -139,7 +139,7 @@ def test_compiled_steps_do_the_same(algorithm: str) -> None:
 
     seen = []
     for step in range(1, STEPS + 1):
-        run((True, *(uses(0, step, which) for which in range(2))))
+        run((True, *(has_gradient(0, step, which) for which in range(2))))
         seen.append([x.numpy().tolist() for x in trained])
     with optimizer.center():
         seen.append([x.numpy().tolist() for x in trained])

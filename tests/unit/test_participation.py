@@ -158,8 +158,11 @@ def test_audits_compare_parameters_of_the_root_and_not_local_ones() -> None:
         assert "The center variables differ between ranks: rank 1 from rank 0, first in 'led'" in message
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
-def test_training_resumes_to_the_bit(center: str) -> None:
+def test_training_resumes_to_the_bit(center: str, ranks: int) -> None:
+    """In the middle of a period."""
+
     def work(communicator: Communicator) -> bool:
         rank = communicator.rank
         model = everything(rank)
@@ -175,7 +178,7 @@ def test_training_resumes_to_the_bit(center: str) -> None:
         again.synchronizer.load_state_dict(state)
         return trained(new, again, rank, steps=4) == expected
 
-    assert run_ranks(3, work) == [True] * 3
+    assert run_ranks(ranks, work) == [True] * ranks
 
 
 def test_a_state_that_the_root_alone_has_loaded_is_refused() -> None:

@@ -22,7 +22,7 @@ from hvd_periodic import (
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.covering import covering
 from tests.helpers import Array, readable, run_ranks
-from tests.presence_oracle import MOMENTUM, RATE, Element, slope, trajectory, uses
+from tests.oracle import MOMENTUM, RATE, Present, has_gradient, present, slope
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "average": Averaging,
@@ -59,7 +59,7 @@ def gradients_of(rank: int, step: int, model: Model) -> dict[str, Array]:
     return {
         name: np.array([slope(rank, x_k) for x_k in x.tolist()])
         for name, x in model.items()
-        if name not in WHICH or uses(rank, step, WHICH[name])
+        if name not in WHICH or has_gradient(rank, step, WHICH[name])
     }
 
 
@@ -83,10 +83,10 @@ def expected(algorithm: str, phase: dict[str, int] | None = None, period: int = 
     for name, values in START.items():
         which, first = WHICH.get(name), (phase or {}).get(name, period)
         for value in values:
-            element = Element(value, RANKS, algorithm, weights, takes_part=which is None)
+            element = Present(value, RANKS, algorithm, weights, takes_part=which is None)
             exchanges = range(first, STEPS + 1, period)
-            replicas = trajectory(
-                element, STEPS, exchanges, lambda i, t, which=which: which is None or uses(i, t, which), delay
+            replicas = present(
+                element, STEPS, exchanges, lambda i, t, which=which: which is None or has_gradient(i, t, which), delay
             )
             for step, of_ranks in enumerate(replicas):
                 for rank, x in enumerate(of_ranks):
@@ -139,9 +139,9 @@ def test_semantics() -> None:
         model, seen = {"expert": np.zeros(1), "x": np.zeros(1)}, []
         options: dict[str, Any] = {"process_set": communicator, "parameters": {"expert": "present"}}
         optimizer = PeriodicOptimizer(SGD(0.1), model, algorithm(), 2, outer_optimizer=outer, **options)
-        for present in rounds:
+        for there in rounds:
             for _ in range(2):
-                g = h * (model["expert"] - b) if communicator.rank in present else None
+                g = h * (model["expert"] - b) if communicator.rank in there else None
                 optimizer.step([g, np.zeros(1)])
             with optimizer.center():
                 seen.append(float(model["expert"][0]))
@@ -296,8 +296,8 @@ def test_compression_loses_nothing(compression: Any) -> None:
             gradients = {name: g.astype("f4") / 7 for name, g in gradients_of(rank, step, model).items()}
             for name, g in gradients.items():
                 which = WHICH.get(name)
-                present = sum(which is None or uses(i, step, which) for i in range(RANKS))
-                sums[name] -= g.astype("f8") * RANKS / present
+                there = sum(which is None or has_gradient(i, step, which) for i in range(RANKS))
+                sums[name] -= g.astype("f8") * RANKS / there
             optimizer.step(gradients)
         feedback = optimizer.synchronizer.tensor_groups.parameters.error_feedback
         of_sums = feedback.second_hop_residual
@@ -327,7 +327,7 @@ def test_compressed_elastic_averaging(compression: Any) -> None:
         optimizer = PeriodicOptimizer(SGD(1.0), model, EASGD(0.25), 1, **options)
         center = np.zeros(5)
         for step in range(1, STEPS + 1):
-            g = np.linspace(-1, 1 + rank, 5).astype("f4") if uses(rank, step, 0) else None
+            g = np.linspace(-1, 1 + rank, 5).astype("f4") if has_gradient(rank, step, 0) else None
             before = model["x"] - (0 if g is None else g)
             optimizer.step([g])
             if g is None:

@@ -20,13 +20,14 @@ from hvd_periodic.comm.subset import Subset
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.covering import covering
 from tests.helpers import errors, read_center, readable, run_ranks
-from tests.unit.test_presence import RANKS, START, STEPS, Model, gradients_of, made, started
+from tests.unit.test_presence import START, STEPS, Model, gradients_of, made, started
 
 
 @pytest.mark.parametrize(
-    ("at", "algorithm", "options"),
+    ("at", "ranks", "algorithm", "options"),
     covering(
         (3, 4, 11),
+        (2, 3),
         ("diloco", "easgd", "agn average"),
         (
             {},
@@ -37,11 +38,11 @@ from tests.unit.test_presence import RANKS, START, STEPS, Model, gradients_of, m
             {"compression": Compression.int8},
         ),
         together=1,
-        always=[(4, "diloco", {"overlap": 1}), (11, "easgd", {"fragments": 2})],
+        always=[(4, 3, "diloco", {"overlap": 1}), (11, 3, "easgd", {"fragments": 2})],
     ),
     ids=readable,
 )
-def test_training_resumes_to_the_bit(at: int, algorithm: str, options: dict[str, Any]) -> None:
+def test_training_resumes_to_the_bit(at: int, ranks: int, algorithm: str, options: dict[str, Any]) -> None:
     """Also in the middle of a period: who has had gradients since the last exchange is saved."""
     dtype = "f4" if "compression" in options else "f8"
 
@@ -68,7 +69,7 @@ def test_training_resumes_to_the_bit(at: int, algorithm: str, options: dict[str,
         again.synchronizer.load_state_dict(state)
         return train(new, again, range(at + 1, STEPS + 1)) == right
 
-    assert run_ranks(RANKS, work) == [True] * RANKS
+    assert run_ranks(ranks, work) == [True] * ranks
 
 
 def test_who_takes_over_the_state_of_the_root_is_as_present_as_it_was() -> None:

@@ -201,8 +201,8 @@ def test_bounds_on_norms(algorithm: str, bound: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["average", "diloco", "agn"])
-@pytest.mark.parametrize("overlap", [0, 2])
-def test_training_resumes_to_the_bit(algorithm: str, overlap: int) -> None:
+@pytest.mark.parametrize(("overlap", "ranks"), [(0, 2), (2, 2), (0, 3)])
+def test_training_resumes_to_the_bit(algorithm: str, overlap: int, ranks: int) -> None:
     """In the middle of a period, and with an exchange in flight."""
 
     def work(communicator: Communicator) -> bool:
@@ -217,7 +217,7 @@ def test_training_resumes_to_the_bit(algorithm: str, overlap: int) -> None:
         again.synchronizer.load_state_dict(state)
         return trained(new, again, rank, range(8, 15)) == expected
 
-    assert run_ranks(2, work) == [True] * 2
+    assert run_ranks(ranks, work) == [True] * ranks
 
 
 @pytest.mark.parametrize("before", ["rows", "average"])

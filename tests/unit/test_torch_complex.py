@@ -33,6 +33,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": 1},
     "int8": {"compression": hvdp.Compression.int8},
     "top k": {"compression": hvdp.Compression.topk(0.2)},
+    "chunks": {"compression": hvdp.Compression.topk(chunk=4, keep=1)},
+    **{wire: {"compression": getattr(hvdp.Compression, wire)} for wire in ("fp16", "bf16", "int4", "e3m0", "int2")},
     "fragments": {"fragments": 2},
     "average": {"optimizer_state": "average"},
     "reset": {"optimizer_state": "reset"},

@@ -16,7 +16,7 @@ import tests.unit.test_torch_blocks as blocks  # noqa: E402
 from hvd_periodic.comm.subset import Subset  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator, run  # noqa: E402
 from tests.covering import covering  # noqa: E402
-from tests.presence_oracle import MOMENTUM, RATE, Element, trajectory, uses  # noqa: E402
+from tests.oracle import MOMENTUM, RATE, Present, has_gradient, present  # noqa: E402
 
 ALGORITHMS: dict[str, Callable[[], Any]] = {
     "average": hvdp.Averaging,
@@ -65,7 +65,7 @@ def made(model: Any, communicator: Any, algorithm: str, **options: Any) -> Any:
 def stepped(model: Any, optimizer: Any, rank: int, step: int) -> dict[str, Any]:
     """Take a step, and return the values after it."""
     optimizer.zero_grad(set_to_none=True)
-    model(rank, [i for i in range(2) if uses(rank, step, i)]).backward()
+    model(rank, [i for i in range(2) if has_gradient(rank, step, i)]).backward()
     optimizer.step()
     return {name: x.tolist() for name, x in model.named_parameters()}
 
@@ -76,12 +76,12 @@ def expected(algorithm: str, delay: int = 0) -> list[list[dict[str, list[float]]
     for name, values in START.items():
         which = None if name == "body" else int(name[-1])
         for value in values:
-            element = Element(value, RANKS, algorithm, takes_part=which is None)
-            replicas = trajectory(
+            element = Present(value, RANKS, algorithm, takes_part=which is None)
+            replicas = present(
                 element,
                 STEPS,
                 range(PERIOD, STEPS + 1, PERIOD),
-                lambda i, t, which=which: which is None or uses(i, t, which),
+                lambda i, t, which=which: which is None or has_gradient(i, t, which),
                 delay,
             )
             for rank in range(RANKS):
@@ -151,7 +151,7 @@ def test_several_levels() -> None:
 
     def work(communicator: ThreadCommunicator) -> Any:
         model, rank = Experts(), communicator.rank
-        local = torch.optim.SGD(model.parameters(), RATE)
+        local = torch.optim.SGD(model.parameters(), 0.1)
         communicator = Tensors(rank, communicator._group)
         pair = Subset(communicator, lambda: [rank // 2 * 2, rank // 2 * 2 + 1])
         inner = hvdp.PeriodicOptimizer(local, model, hvdp.Averaging(), 1, process_set=pair, parameters=POLICIES)
@@ -187,7 +187,7 @@ def test_mixed_precision_that_skips_an_update() -> None:
         scaler.update()
         return model.experts[1].tolist()
 
-    assert run(2, work) == [[pytest.approx(-1.1)]] * 2
+    assert run(2, work) == [[pytest.approx(-1 - RATE)]] * 2
 
 
 @pytest.mark.parametrize("policy", ["average", "reset"])
@@ -238,7 +238,7 @@ def test_closures() -> None:
         optimizer.step(closure)
         return model.experts[1].tolist()
 
-    assert run(3, work) == [[pytest.approx(-1.25)]] * 3  # −1 − .1 (2 + 3)/2
+    assert run(3, work) == [[pytest.approx(-1 - RATE * (2 + 3) / 2)]] * 3
 
 
 def test_an_explicit_synchronizer() -> None:
