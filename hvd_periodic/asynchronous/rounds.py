@@ -133,10 +133,15 @@ class Rounds:
     def stay_out(self, worker: int, starts: bool) -> None:
         """Note that a worker comes to no round from now on, though it lives, or again.
 
-        Its process ends without finalize(), or it is in adopt(), during which rounds must not wait for it.
+        Its process ends without finalize(), or it is in adopt(), during which rounds must not wait for it. When it
+        comes again, it is in no other call either: others that see it come may already wait for it in finalize().
         """
         self._last_sign = self._now()
-        (self._out.add if starts else self._out.discard)(worker)
+        if starts:
+            self._out.add(worker)
+        else:
+            self._out.discard(worker)
+            self._apart.discard(worker)
 
     def gone(self, workers: Iterable[int]) -> None:
         """Note that workers will not come again."""

@@ -246,6 +246,14 @@ def test_save_on_some_ranks_and_finalize_on_others_is_an_error() -> None:
     assert text.startswith("Rank 11 is in save() or another call that all ranks make, and rank 10 in")
 
 
+def test_who_comes_to_rounds_again_is_in_no_other_call() -> None:
+    rounds, _ = at_rest(Quorum(2, 0.5))
+    rounds.apart(1, starts=True)
+    rounds.stay_out(1, starts=False)
+    rounds.come(0, leaving=True)
+    assert rounds.in_vain() == {}
+
+
 def test_who_ends_without_finalize_is_not_waited_for() -> None:
     rounds, clock = at_rest(Quorum(2, 0.5))
     rounds.stay_out(2, starts=True)
