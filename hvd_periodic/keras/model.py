@@ -134,7 +134,7 @@ def named_variables(
     known = set() if model is None else {id(native(variable)) for variable in _statistics(model, deriving)}
     others = [weight for weight in ([] if model is None else model.weights) if id(native(weight)) not in held]
     weights = [(name_of(weight), weight) for weight in others if _is_number(weight)]
-    BUFFERS.check_patterns(buffers, [name for name, _ in weights])
+    BUFFERS.check_patterns(buffers, [*dict.fromkeys([*(name for name, _ in weights), *former.values()])])
     roles: dict[str, list[tuple[str, Any]]] = {policy: [] for policy in BUFFERS.policies}
     frozen, unasked, formerly = [], [], []
     for name, weight in weights:
@@ -148,7 +148,9 @@ def named_variables(
         if buffers is None and statistic and _has_mean(weight):
             formerly.append(policy == AVERAGE)
     named = [(name_of(variable), native(variable)) for variable in trained]
-    participation = participation_of(parameters, [(name, v) for (name, _), v in zip(named, trained, strict=True)])
+    untrained = [name for name, weight in weights if id(native(weight)) not in known]
+    pairs = [(name, v) for (name, _), v in zip(named, trained, strict=True)]
+    participation = participation_of(parameters, pairs, [*untrained, *former.values()])
     positions = [i for i, (name, _) in enumerate(named) if participation[name] in EXCHANGED]
     special = by_policy(participation, named)
     return NamedVariables(

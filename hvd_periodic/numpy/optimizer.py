@@ -145,7 +145,7 @@ class PeriodicOptimizer:
 
     def _successor(self, former: NumpyReplica, pairs: list[tuple[str, Array]]) -> Successor[Array]:
         """Return the replica of other arrays, after the local optimizer has been rearranged for them."""
-        replica = NumpyReplica(pairs, parameters=self._policies)
+        replica = NumpyReplica(pairs, parameters=self._policies, former=former.known_names)
         shapes = dict(zip(former.names, (array.shape for array in former.arrays), strict=True))
         stays = {
             i: former.names.index(name)

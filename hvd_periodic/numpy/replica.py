@@ -78,9 +78,11 @@ class NumpyReplica(HostReplica):
         model: a dict, or (name, array) pairs.
         bucket_bytes: maximum bytes that one collective carries.
         parameters: policies of the arrays, see :class:`~hvd_periodic.options.Options`.
+        former: names of arrays before ``adopt()``, which patterns may match as well.
 
     Attributes:
         names: names of all arrays, which the local optimizer steps.
+        known_names: these and the former ones.
         arrays: the arrays.
         gradients: their gradients.
     """
@@ -91,7 +93,11 @@ class NumpyReplica(HostReplica):
 
     @renamed(named_parameters="model")
     def __init__(
-        self, model: NamedArrays, bucket_bytes: int = DEFAULT_BUCKET_BYTES, parameters: Policies = None
+        self,
+        model: NamedArrays,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        parameters: Policies = None,
+        former: Iterable[str] = (),
     ) -> None:
         pairs = model.items() if isinstance(model, Mapping) else model
         self.names, self.arrays = [], []
@@ -105,7 +111,8 @@ class NumpyReplica(HostReplica):
             self.names.append(name)
             self.arrays.append(array)
         named = list(zip(self.names, self.arrays, strict=True))
-        participation = participation_of(parameters, named)
+        participation = participation_of(parameters, named, former)
+        self.known_names = {*self.names, *former}
         taking_part = [pair for pair in named if participation[pair[0]] in EXCHANGED]
         if not any(array.size for _, array in taking_part):
             found = f"{len(named)} parameters{NONE_AVERAGED}" if len(taking_part) < len(named) else "no parameters"

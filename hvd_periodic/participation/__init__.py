@@ -46,8 +46,15 @@ NONE_AVERAGED = ", without those that `parameters` makes 'local' or 'broadcast'"
 """The end of an error message: no parameter is left to exchange."""
 
 
-def participation_of(parameters: Policies, named: Sequence[tuple[str, Any]]) -> dict[str, str]:
+def participation_of(
+    parameters: Policies, named: Sequence[tuple[str, Any]], others: Iterable[str] = ()
+) -> dict[str, str]:
     """Return the policy of each parameter, by name.
+
+    Args:
+        parameters: policies.
+        named: the parameters.
+        others: further names that patterns may match: of parameters before ``adopt()``, or of frozen ones.
 
     Raises:
         TypeError, ValueError: as :class:`PolicyArgument` raises.
@@ -57,7 +64,7 @@ def participation_of(parameters: Policies, named: Sequence[tuple[str, Any]]) -> 
         {'body.weight': 'average', 'head.weight': 'local'}
     """
     PARAMETERS.check(parameters)
-    PARAMETERS.check_patterns(parameters, [name for name, _ in named])
+    PARAMETERS.check_patterns(parameters, [*dict.fromkeys([*(name for name, _ in named), *others])])
     return {name: PARAMETERS.policy_of(parameters, name, tensor) or Average.name for name, tensor in named}
 
 

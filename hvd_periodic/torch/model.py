@@ -37,6 +37,7 @@ class NamedTensors:
         given: the ``buffers`` argument, which decides the policy of buffers that appear later.
         participation: the policy of each parameter, by name.
         asked: the ``parameters`` argument, which decides the policy of parameters that come later.
+        former: names of parameters before ``adopt()``.
     """
 
     parameters: list[tuple[str, torch.Tensor]]
@@ -46,17 +47,23 @@ class NamedTensors:
     given: Buffers = None
     participation: Mapping[str, str] = field(default_factory=dict)
     asked: Policies = None
+    former: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, model: Model, buffers: Buffers, parameters: Policies = None) -> NamedTensors:
+    def of(
+        cls, model: Model, buffers: Buffers, parameters: Policies = None, former: Iterable[str] = ()
+    ) -> NamedTensors:
         """Collect the tensors of a module, or of (name, parameter) pairs, with their policies.
+
+        Patterns may match ``former`` names as well, of parameters before ``adopt()``.
 
         Raises:
             TypeError: neither a module nor pairs.
             ValueError: duplicate names, or unknown or impossible ``buffers`` or ``parameters``.
         """
         found = cls._of(model, buffers)
-        return replace(found, participation=participation_of(parameters, found.parameters), asked=parameters)
+        participation = participation_of(parameters, found.parameters, former)
+        return replace(found, participation=participation, asked=parameters, former=frozenset(former))
 
     @classmethod
     def _of(cls, model: Model, buffers: Buffers) -> NamedTensors:

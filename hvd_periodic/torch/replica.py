@@ -132,7 +132,8 @@ class TorchReplica(Replica[torch.Tensor]):
 
     def renewed(self, model: Model) -> TorchReplica:
         """Return the replica of what the model and the optimizer train now, with the same arguments."""
-        named = NamedTensors.of(model, self.named.given, self.named.asked)
+        former = [*self.named.former, *(name for name, _ in self.named.parameters)]
+        named = NamedTensors.of(model, self.named.given, self.named.asked, former)
         return TorchReplica(named, self.optimizer, self.bucket_bytes, self.center_device)
 
     @contextmanager

@@ -232,6 +232,38 @@ def test_another_shape_comes_from_the_root_with_a_warning(caplog: pytest.LogCapt
     ]
 
 
+def test_parameters_with_policies_leave_and_come() -> None:
+    """What is each rank's own stays so; under other policies, it starts from the root's. The rest goes on."""
+    policies = {"own*": "local", "led": "broadcast", "v": "rows", "seldom": "present"}
+
+    def job(comm: Communicator, alone: bool) -> Any:
+        rank, w = comm.rank, started()["w"]
+        model = {"w": w, "v": np.ones((4, 2)), "led": np.ones(2), "seldom": np.ones(1), "own": np.ones(2)}
+        optimizer = made(comm, {"w": w} if alone else model, "diloco", parameters=None if alone else policies)
+        optimizer.inner.momentum = 0.0
+        now = {"w": w} if alone else model
+        seen = train(optimizer, now, rank, 4)
+        own = model["own"].copy()
+        optimizer.adopt({"w": w})
+        left = {name: x.tolist() for name, x in model.items() if name not in ("w", "own")}
+        seen += train(optimizer, {"w": w}, rank, 4)
+        np.testing.assert_array_equal(model["own"], own)
+        for x in () if alone else model.values():
+            x += 0 if x is w else rank + 1
+        optimizer.adopt(now)
+        came = {name: x.tolist() for name, x in model.items() if name not in ("w", "own")}
+        np.testing.assert_array_equal(model["own"], own if alone else own + rank + 1)
+        seen += train(optimizer, now, rank, 4)
+        return [each["w"] for each in seen], left, came, optimizer.synchronizer.replica.by_policy
+
+    together, alone = (run_ranks(3, partial(job, alone=each)) for each in (False, True))
+    for (w, left, came, by_policy), (w_alone, *_) in zip(together, alone, strict=True):
+        assert w == w_alone
+        assert left == together[0][1] != {name: np.ones_like(x).tolist() for name, x in left.items()}
+        assert came == together[0][2] == {name: (np.array(x) + 1).tolist() for name, x in left.items()}
+        assert by_policy == {"broadcast": ["led"], "local": ["own"], "present": ["seldom"], "rows": ["v"]}
+
+
 @pytest.mark.parametrize("center", ["replicated", "sharded"])
 def test_sets_that_differ_are_an_error_everywhere_and_training_goes_on(center: str) -> None:
     def job(comm: Communicator, tries: bool) -> Any:

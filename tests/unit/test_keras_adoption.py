@@ -342,6 +342,25 @@ def test_layers_are_thawed_in_mid_run(algorithm: str, local: str, eager: bool, t
         assert [x.numpy().tolist() for x in loaded.weights] == [x.numpy().tolist() for x in model.weights]
 
 
+@pytest.mark.parametrize("policy", ["local", "broadcast", "present", "rows"])
+def test_a_pattern_may_match_what_is_frozen(policy: str) -> None:
+    """When the optimizer is made, or when it adopts, also by one for variables that are not trained."""
+    model = network()
+    head = model.layers[1]
+    head.trainable = False
+    optimizer = hvdp.PeriodicOptimizer(
+        *(keras.optimizers.SGD(0.01), model, ALGORITHMS["diloco"](), 2),
+        process_set=LocalCommunicator(),
+        parameters={"*/head/kernel": policy},
+        buffers={"*/head/bias": "average"},
+    )
+    for frozen in (True, False, True, False):
+        head.trainable = not frozen
+        optimizer.build(model.trainable_variables) if not optimizer.built else optimizer.adopt()
+        named = {key: len(names) for key, names in optimizer.synchronizer.replica.by_policy.items()}
+        assert named == ({} if frozen else {policy: 1})
+
+
 def test_a_layer_is_frozen_and_the_step_that_was_compiled_before_is_refused() -> None:
     model = network()
     optimizer = hvdp.ModelAverageOptimizer(keras.optimizers.SGD(0.01), model, 2, process_set=LocalCommunicator())

@@ -155,6 +155,29 @@ def test_a_parameter_that_is_removed_from_its_group() -> None:
     assert together == alone
 
 
+@pytest.mark.parametrize("policy", ["local", "broadcast", "present", "rows"])
+def test_a_parameter_with_a_policy_gets_another_name(policy: str) -> None:
+    """As in a layer that an adapter wraps: its pattern matches nothing then, and counts again once it is back."""
+
+    def job(comm: Communicator) -> None:
+        model = Net()
+        optimizer = made(comm, model, "diloco", parameters={"v": policy})
+        for trained in (True, False, False, True):
+            if trained and not hasattr(model, "v"):
+                model.v = model.base_layer_v.requires_grad_()
+                del model.base_layer_v
+                optimizer.add_param_group({"params": [model.v]})
+            elif not trained and hasattr(model, "v"):
+                model.base_layer_v = model.v.requires_grad_(False)
+                del model.v
+                optimizer.param_groups[0]["params"] = [model.w]
+            optimizer.adopt()
+            train(optimizer, model, comm.rank, 1)
+            assert optimizer.synchronizer.replica.by_policy == ({policy: ["v"]} if trained else {})
+
+    run_ranks(2, job)
+
+
 @pytest.mark.parametrize("algorithm", ["diloco", "agn"])
 def test_after_finalize_of_asynchronous_training(algorithm: str) -> None:
     """What stays trains as if it were alone."""
