@@ -81,7 +81,8 @@ class CenterReader(Generic[V]):
                 self.meet_to_read()
                 self.follow_equal_replicas()
                 found = self._checkpoint.save()
-            self._settle()
+            if self._startup.begun:
+                self._settle()
             return found
 
     def audit(self) -> None:

@@ -120,6 +120,18 @@ def test_ranks_of_an_island_agree_after_what_others_take_part_in(
     assert len(ranks.texts) - before == (times if "overlap" in options else 2 * times)
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_before_training_a_rank_of_an_island_reads_its_state_alone(loaded: bool) -> None:
+    """If an island is lost at the first step, some ranks of another one may have begun, and others have not."""
+    ranks, x = Settled(), np.zeros(2)
+    optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, Averaging(), 1, process_set=ranks, center="sharded")
+    saved = optimizer.synchronizer.state_dict()
+    if loaded:
+        optimizer.synchronizer.load_state_dict(saved)
+        optimizer.synchronizer.state_dict()
+    assert ranks.texts == []
+
+
 def test_next_exchanges_that_a_loss_decides_on_are_compared() -> None:
     """So that ranks of an island that report different losses raise an error, instead of exchanging at other steps."""
     ranks, x = Settled(), np.zeros(2)

@@ -759,6 +759,8 @@ def test_an_island_that_waits_for_the_next_round_hears_of_an_error(port: int) ->
         job._failures_within.heard.return_value = heard = IslandRankError("Rank 1")
         job._look_within()
         assert waits.exception() is heard
+    job._handler._stop_heartbeats()
+    job._answers.stop()
 
 
 def test_islands_of_another_front_end(island: None) -> None:
