@@ -91,7 +91,7 @@ class RemoteCenter(Placement):
 
 
 class CenterOfRounds(RemoteCenter):
-    """The center is on the root, which closes rounds; each rank reads it without the others."""
+    """The center is in one piece, in shared memory or on the root; each rank reads it without the others."""
 
     name = "root"
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hvd_periodic.algorithms import AGN, BMUF, EASGD, Algorithm, Averaging, DiLo
 from hvd_periodic.asynchronous import rounds as rounds_module
 from hvd_periodic.asynchronous.rounds import Quorum, Rounds
 from hvd_periodic.comm.handshake import Purpose
+from hvd_periodic.comm.transports import LocalMemory, NoSharedMemoryError
 from hvd_periodic.journal.files import read_run_log
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from hvd_periodic.sync.combinations import as_quorum
@@ -127,6 +129,31 @@ def test_numbers(case: str) -> None:
     for length in range(1, len(SETS) + 1):
         for _, _, center in rounds(algorithm, SETS[:length], **options):
             assert center == pytest.approx(expected[length - 1], abs=5e-9)
+
+
+def test_without_enough_shared_memory_rounds_are_through_messages() -> None:
+    """Of two pieces of memory there is room for the first one only, which is closed again."""
+
+    def work(communicator: Communicator) -> Any:
+        shared_memory, made = communicator.shared_memory, []
+
+        def allocate(nbytes: int, later: int = 0) -> Any:
+            if made:
+                raise NoSharedMemoryError("rank 0: there is no room")
+            made.append(shared_memory(nbytes, later))
+            return made[0]
+
+        with patch.object(communicator, "shared_memory", allocate):
+            trainer = Trainer(communicator, Averaging(), quorum=2)
+        exchanger: Any = trainer.optimizer.synchronizer.exchanger
+        return trainer.centers_after(SETS), exchanger.worker.transport.description
+
+    with patch.object(LocalMemory, "close") as closed:
+        results = run_ranks(3, work)
+    assert closed.call_count == 3
+    for centers, description in results:
+        assert centers == pytest.approx(TABLE["averaging"][2], abs=5e-9)
+        assert description == "messages to rank 0, which closes rounds"
 
 
 def test_replicas_of_elastic_averaging() -> None:
