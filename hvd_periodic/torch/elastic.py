@@ -309,8 +309,8 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
         return Share(map_tensors(torch.Tensor.cpu, share.vectors), map_tensors(torch.Tensor.cpu, share.optimizer_state))
 
     def exchanges_in(self, copied: Any) -> Mapping[str, Any]:
-        """Return the state of the exchanges."""
-        found: Mapping[str, Any] = copied[STATE_KEY]
+        """Return the state of the exchanges; of sharded tensors, the shards of this rank."""
+        found: Mapping[str, Any] = map_tensors(shard_of, copied[STATE_KEY])
         return found
 
     def resharded(self, saved: Any) -> Any:

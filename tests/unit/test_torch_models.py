@@ -15,6 +15,8 @@ torch = pytest.importorskip("torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
+from hvd_periodic.elastic.shards import full_center, start_from_center  # noqa: E402
+from hvd_periodic.torch.elastic import _KeptOptimizer  # noqa: E402
 
 LOCAL: dict[str, Any] = {"process_set": LocalCommunicator()}
 
@@ -155,6 +157,21 @@ def test_files_of_one_rank_hold_no_part_of_a_model(tmp_path: Path) -> None:
     for write in (hvdp.save, hvdp.load, hvdp.SaveBestCenter):
         with pytest.raises(ValueError, match=r"the whole model on every rank.*use torch\.distributed\.checkpoint"):
             write(tmp_path / "file", model, optimizer)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_center_that_an_island_committed_before_training_is_what_joins_take() -> None:
+    """Its state then has the center of each rank, as tensors that are sharded over the island."""
+    model = fully_shard(network())
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    optimizer = wrap(model, center="sharded")
+    kept = _KeptOptimizer(optimizer)
+    center = full_center(optimizer.synchronizer, kept.exchanges_in(kept.copied()))
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+    start_from_center(optimizer.synchronizer, center)
+    assert not any(parameter.full_tensor().any() for parameter in model.parameters())
 
 
 @pytest.mark.usefixtures("process_group")
