@@ -306,6 +306,23 @@ def test_bytes() -> None:
     assert some - none == (9 - 1) * 32, "At least one row travels."
 
 
+@pytest.mark.thorough
+def test_bytes_of_a_large_table() -> None:
+    """12,000 of 50,257 rows of 768: 36.9 MB in place of 154.4."""
+    rows, width, touched = 50257, 768, 12000
+
+    def work(communicator: Communicator, policy: str) -> int:
+        model, g = {"table": np.ones((rows, width), "f4")}, np.zeros((rows, width), "f4")
+        optimizer = made(model, communicator, "average", parameters={"table": policy}, period=1)
+        g[communicator.rank : 2 * touched : 4] = 1
+        optimizer.step({"table": g})
+        return optimizer.synchronizer.counters.bytes_sent
+
+    dense, some = (run_ranks(2, lambda c, policy=policy: work(c, policy))[0] for policy in ("average", "rows"))
+    assert round(dense / 1e6, 1) == 154.4
+    assert round(some / 1e6, 1) == 36.9
+
+
 def test_a_row_that_is_not_a_number_travels() -> None:
     def work(communicator: Communicator) -> list[bool]:
         model = {"table": np.zeros((3, 2))}
