@@ -1,5 +1,6 @@
 # shellcheck shell=bash
 # What the batch scripts beside this file share; sourced, never run.
+set +o posix # sbatch passes POSIXLY_CORRECT on, with which a status is forgotten once it has been waited for.
 source "${SLURM_SUBMIT_DIR:?}/run_scripts/common.sh"
 activate
 
@@ -23,7 +24,7 @@ run_and_requeue() {
   fi
   if ((code == REQUEUE_CODE)); then
     say "exit code $code${stopped:+ after a warning}: queueing job $SLURM_JOB_ID again"
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$SLURM_JOB_ID" || say "job $SLURM_JOB_ID cannot be queued again"
   fi
   exit "$code"
 }

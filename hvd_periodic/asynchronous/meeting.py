@@ -20,7 +20,7 @@ from hvd_periodic.comm.handshake import Record, integers, unpack_records
 NOTHING, TAKEN, MOVED, FAILED, AGAIN, IN_VAIN = range(6)
 """What has become of a round for a worker: nothing moved, as nobody had anything to contribute; nor did the center, but
 this worker, which is left out, takes it; the center moved; the round did not close; this worker has to come again, as
-the center has moved since it saw it; or it waits in finalize() for one that waits for all in another call."""
+the center has moved since it saw it; or it is in finalize(), and waits for one that waits for all in another call."""
 
 PULLS = (TAKEN, MOVED)
 """After these, the worker pulls vectors."""
@@ -194,7 +194,8 @@ class Meeting(Transport):
         what, number, count, staleness = verdict[:4].tolist()
         rest = verdict[VERDICT:]
         if what in (FAILED, IN_VAIN):
-            raise (RuntimeError if what == FAILED else DifferentCallsError)(rest.tobytes().split(b"\0", 1)[0].decode())
+            text = rest.tobytes().split(b"\0", 1)[0].decode(errors="ignore")
+            raise RuntimeError(text) if what == FAILED else DifferentCallsError(text)
         told = verdict[4 : VERDICT - 1].view(np.float64).tolist()
         norm, cut, mean = (None if math.isnan(each) else each for each in told)
         self.cut = cut

@@ -148,7 +148,8 @@ class Rounds:
         for worker in workers:
             self._gone.add(worker)
             self._came.pop(worker, None)
-            self._leaving.discard(worker)
+            for each in (self._leaving, self._apart, self._out):
+                each.discard(worker)
 
     def fail(self, text: str) -> None:
         """Let no round close any more; the first reason counts."""

@@ -1,4 +1,4 @@
-"""Rounds in memory that all workers share: whoever waits closes them, and nobody who is stopped or killed is missed."""
+"""Rounds in memory that all workers share: any that waits closes them, so one that is stopped or killed blocks none."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _UnchangedError(Exception):
 
 @dataclass
 class _Agreed:
-    """On what all workers agree, besides the center.
+    """The state that all workers share, apart from the center.
 
     Attributes:
         rounds: who has come, and when, as :meth:`.Rounds.save` returns it; None: nothing has happened yet.
@@ -82,7 +82,7 @@ class _Agreed:
 
     def write(self, memory: np.ndarray) -> None:
         """Copy this to some memory."""
-        data = json.dumps(asdict(self)).encode()
+        data = json.dumps(asdict(self), ensure_ascii=False).encode()
         memory[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
         memory[:8].view(np.int64)[0] = len(data)
 
@@ -183,6 +183,11 @@ class RoundsInMemory(Meeting):
     def _come(self, sent: Contribution) -> tuple[np.ndarray, Iterator[np.ndarray]]:
         """Write the message, come, and close rounds until this worker has a result."""
         self._finish_closing()
+        while self._rank in (*self._agreed().results, *self._rounds.waiting):  # An interrupt has ended the last wait.
+            if (slot := self._agreed().results.get(self._rank)) is not None:
+                return self._taken(slot)
+            self._agree(self._take_back)
+            self._finish_closing()
         for out, data in zip(self._message(self._rank), (self.in_words(sent), *sent.payloads), strict=True):
             out[:] = data
         leaving, pause = sent.record.purpose == Purpose.LEAVE, SHORT
@@ -195,8 +200,10 @@ class RoundsInMemory(Meeting):
                 self._agree(lambda _: self._rounds.dismiss([self._rank]))
                 return np.array(dismissal(FAILED, self._rounds.failure), np.int64), iter(())
             if agreed.members is None and (why := self._rounds.in_vain().get(self._rank)):
-                self._agree(lambda _: self._leave_in_vain())
-                return np.array(dismissal(IN_VAIN, why), np.int64), iter(())
+                left = list[bool]()
+                self._agree(partial(self._leave_in_vain, left))
+                if left[-1]:
+                    return np.array(dismissal(IN_VAIN, why), np.int64), iter(())
             if agreed.members is None and self._rank in self._rounds.given_up:  # It was stopped while it waited.
                 self._agree(lambda _: self._rounds.come(self._rank))
             elif self._close_what_is_due(agreed):
@@ -208,9 +215,17 @@ class RoundsInMemory(Meeting):
                 if time.monotonic() - before > GAP:  # It was stopped; if all were, nobody is late.
                     self._rounds.awake_since = time.monotonic()
 
-    def _leave_in_vain(self) -> None:
-        self._rounds.dismiss([self._rank])
-        self._rounds.stay_out(self._rank, True)
+    def _leave_in_vain(self, left: list[bool], agreed: _Agreed) -> None:
+        """Stop waiting, unless a round closes with this worker after all; append whether it has."""
+        left.append(agreed.members is None and self._rank in self._rounds.in_vain())
+        if left[-1]:
+            self._rounds.dismiss([self._rank])
+            self._rounds.stay_out(self._rank, True)
+
+    def _take_back(self, agreed: _Agreed) -> None:
+        """Wait no more with the present message, unless a round closes with it."""
+        if agreed.members is None:
+            self._rounds.dismiss([self._rank])
 
     def _note_arrival(self, agreed: _Agreed, leaving: bool, seen: int) -> None:
         if seen in (-1, agreed.number):
@@ -249,7 +264,7 @@ class RoundsInMemory(Meeting):
         return self._slots.read(_CENTER, look)
 
     def _agreed(self) -> _Agreed:
-        """Return on what all agree, and let ``_rounds`` follow."""
+        """Return the state that all share, and update ``_rounds`` to match it."""
         if self._followed[0] != (version := self._slots.versions.now(_AGREED)[0]):
             self._followed = version, _Agreed.read(self._slots.read(_AGREED, np.copy))
         agreed = self._followed[1]
@@ -262,7 +277,10 @@ class RoundsInMemory(Meeting):
         return set(_Agreed.read(self._slots.read(_AGREED, np.copy)).results.values())
 
     def _agree(self, function: Callable[[_Agreed], object]) -> None:
-        """Change on what all agree, ``_rounds`` included; the function may be called again, on what others agreed."""
+        """Update the state that all share, ``_rounds`` included.
+
+        The function is called again, on the newer state, if another worker has changed that first.
+        """
 
         def change(memory: np.ndarray) -> None:
             before = _Agreed.read(memory)
@@ -299,8 +317,13 @@ class RoundsInMemory(Meeting):
         """Wait for dead workers no longer."""
         new = set(workers) - set(self._rounds.given_up)
         if new:
-            self._agree(lambda _: self._rounds.gone(new))
+            self._agree(lambda agreed: self._forget(agreed, new))
             self._log_given_up(new)
+
+    def _forget(self, agreed: _Agreed, workers: set[int]) -> None:
+        self._rounds.gone(workers)
+        for worker in workers:
+            agreed.results.pop(worker, None)
 
     def _log_given_up(self, workers: set[int]) -> None:
         for worker in sorted(workers):
@@ -313,8 +336,8 @@ class RoundsInMemory(Meeting):
     def _decide(self, agreed: _Agreed) -> None:
         """Decide with whom a round closes, if one is due.
 
-        Those whose messages are from a center that has moved since have to come again: of those who wait, only workers
-        that are leaving, or not in a replayed round, have missed others.
+        Those whose messages are from a center that has moved since have to come again. Only a worker that is leaving,
+        or is not in a replayed round, can have waited while others closed.
         """
         members = None if agreed.members is not None else self._rounds.members()
         if members is None:
@@ -381,6 +404,7 @@ class RoundsInMemory(Meeting):
             table[worker, : len(verdict)] = verdict
 
     def _sent(self, worker: int) -> Contribution:
+        """Return the message of a worker, whose vectors are in shared memory: another one may read them, too."""
         words, *payloads = self._message(worker)
         return self.from_words(np.array(words), payloads)
 
@@ -401,7 +425,7 @@ class RoundsInMemory(Meeting):
     def fail(self, text: str) -> None:
         """Let no round close any more."""
         reason = f"{titled([self.ranks[self._rank]])} cannot go on: {text}"
-        self._agree(lambda _: self._rounds.fail(reason[:TEXT]))
+        self._agree(lambda _: self._rounds.fail(reason.encode()[:TEXT].decode(errors="ignore")))
 
     def apart(self, starts: bool) -> None:
         """Note that this worker is in another call, or no longer."""

@@ -175,7 +175,7 @@ class Slots:
             vain; the results are right either way.
         large: the first unit is a class of its own with so many spare slots, of which all but one get memory when a
             worker first finds none that is free. 0: it is not.
-        kept: returns slots that have held the first unit, if that is large, and are not used for another version yet.
+        kept: returns slots with former versions of the first unit, if that is large, which somebody still needs.
     """
 
     def __init__(

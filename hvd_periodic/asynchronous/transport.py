@@ -79,6 +79,9 @@ class Transport(ABC):
     def stay_out(self, starts: bool) -> None:
         """Tell the other ranks that this worker does not exchange from now on, though its process lives; or again."""
 
+    def apart(self, starts: bool) -> None:
+        """Tell that this worker is in another call, in which it waits for all others, or no longer."""
+
     def show(self) -> None:
         """Bring the file of the center up to date: a worker may have ended between a push and its copy."""
 

@@ -32,7 +32,7 @@ from hvd_periodic.centers.error_feedback import Packed
 from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.centers.tensor_group import TensorGroup, all_buckets
 from hvd_periodic.comm.base import Communicator, DifferentCallsError, barrier_id
-from hvd_periodic.comm.handshake import Purpose, called
+from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.comm.horovod import depart
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.comm.process_end import end_now
@@ -182,6 +182,8 @@ class Worker:
             text = "Asynchronous exchange of %d ranks through %s"
             text = text if self._quorum is None else "Rounds of %d ranks through %s"
             self.membership.log.info(text, communicator.size, self.transport.description)
+        if communicator.size > 1:
+            communicator.idle_callers = [*communicator.idle_callers, self]
         if communicator.processes and communicator.size > 1:
             if not _open_workers:
                 atexit.register(_close_all)
@@ -461,7 +463,10 @@ class Worker:
             lacking = {worker: reason for worker, reason in enumerate(reasons) if reason}
         if membership.is_root and state is not None:
             self.transport.write(self._saved(parts, state, list(lacking)), state["center_optimizer"])
-        self._wait_for_root()
+        tells = membership.is_root and self._parts[0].optimized
+        settings = self._wait_for_root(self._outer.hyperparameters() if tells else None)
+        if not membership.is_root:
+            self._outer.take_hyperparameters(settings)
         if rank in lacking:
             membership.log.warning(
                 "Rank %d takes the center, and what it had not pushed is lost: %s",
@@ -545,8 +550,10 @@ class Worker:
         if self._file is not None and self.membership.is_root:
             self._file.publish()
 
-    def _wait_for_root(self) -> None:
-        self.communicator.allgather_object(None, f"hvd_periodic.{self.membership.number}.written")
+    def _wait_for_root(self, told: Any = None) -> Any:
+        """Wait until the root has written; return what it tells."""
+        name = f"hvd_periodic.{self.membership.number}.written"
+        return self.communicator.allgather_object(told, name)[self.membership.root]
 
     def read_from_saved(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any]) -> None:
         """Use a saved state as the center for reading, until training continues."""
@@ -610,27 +617,21 @@ class Worker:
         finally:
             self.transport.stay_out(False)
 
-    def meet(self, purpose: Purpose) -> None:
-        """Wait for all ranks in a call that is about to communicate, since some may wait in an idle barrier instead.
-
-        Raises:
-            RuntimeError: ranks are in different calls; on all of them.
-        """
-        with self.communicator.tracker.at(called(purpose, self.membership.number), idle=False):
-            self.wait_for_all(purpose)
-
     def wait_for_all(self, purpose: Purpose) -> None:
-        """Wait in an idle barrier; if ranks are in different calls, until all of them come to rounds again.
+        """Wait in an idle barrier.
 
         Raises:
             RuntimeError: ranks are in different calls; on all of them.
         """
-        try:
-            self.communicator.idle_barrier(self._id_of(purpose))
-        except DifferentCallsError:
-            self.transport.stay_out(False)
-            self.communicator.idle_barrier(0)
-            raise
+        self.communicator.wait_for_all(self._id_of(purpose))
+
+    def apart(self, starts: bool) -> None:
+        """Note that this worker is in a call in which it waits for all others, or no longer."""
+        self.transport.apart(starts)
+
+    def stay_out(self, starts: bool) -> None:
+        """Note that this worker comes to no round from now on, or again."""
+        self.transport.stay_out(starts)
 
     def _id_of(self, purpose: Purpose) -> int:
         return barrier_id(purpose, self.membership.number)
@@ -643,6 +644,7 @@ class Worker:
         """
         if self in _open_workers:  # Workers that are threads, or alone, are not.
             _open_workers.remove(self)
+        self.communicator.idle_callers = [each for each in self.communicator.idle_callers if each is not self]
         if not self.communicator.alive():
             return
         with self.communicator.tracker.at(where):
@@ -684,7 +686,7 @@ def _joined(communicator: Communicator) -> Generator[None, None, int]:
         while (number := look()) is None:
             yield
         return number
-    except DifferentCallsError:  # Those whose calls differ meet once more, see Worker.wait_for_all().
+    except DifferentCallsError:  # Those whose calls differ meet once more, see Communicator.wait_for_all().
         yield from _joined(communicator)
         return barrier_id(Purpose.LEAVE, 1)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -65,7 +65,8 @@ class Communicator(Collectives):
         """Gather a record from each rank; return the records and the piggybacked integers, in rank order. Collective.
 
         All ranks of :attr:`handshake_group` take part. All their optimizers use one name for handshakes, whatever the
-        call. Ranks that wait in different calls therefore find out, instead of waiting forever.
+        call. Ranks that wait in different calls therefore find out, instead of waiting forever. Where some may wait in
+        an idle barrier instead, all come to one first.
 
         Args:
             record: this rank's record.
@@ -80,7 +81,17 @@ class Communicator(Collectives):
         group = self.handshake_group
         group.tracker.last_record = record
         own = np.array(integers(replace(record, piggyback_length=piggyback.size)), np.int64)
-        gathered = group.gather_integers(np.concatenate([own, piggyback]), group.handshake_name)
+        message, callers = np.concatenate([own, piggyback]), group.idle_callers
+        for each in callers:
+            each.apart(True)
+        try:
+            if callers:
+                with group.tracker.at(record.place, idle=False):
+                    group.wait_for_all(barrier_id(Purpose(record.purpose), record.optimizer, handshake=True))
+            gathered = group.gather_integers(message, group.handshake_name)
+        finally:
+            for each in callers:
+                each.apart(False)
         records, piggybacks = unpack_records(gathered)
         group.tracker.last_records = records
         conflict = describe_conflict(records, group.global_ranks)
@@ -150,6 +161,9 @@ class Communicator(Collectives):
 
     def check(self) -> None:
         """Raise on all ranks if they disagree about the members of the set. Collective."""
+
+    idle_callers: Sequence[IdleCaller] = ()
+    """The asynchronous optimizers of these ranks, which may wait for each other in idle barriers."""
 
     @property
     def handshake_group(self) -> Communicator:
@@ -252,6 +266,20 @@ class Communicator(Collectives):
         ids = self.allgather_object(barrier_id, "hvd_periodic.assembly")
         return lambda: common_barrier(ids)
 
+    def wait_for_all(self, barrier_id: int) -> None:
+        """Wait in an idle barrier; if ranks are in different calls, until all of them come to rounds again.
+
+        Raises:
+            DifferentCallsError: ranks are in different calls; on all of them.
+        """
+        try:
+            self.idle_barrier(barrier_id)
+        except DifferentCallsError:
+            for each in self.idle_callers:
+                each.stay_out(False)
+            self.idle_barrier(0)
+            raise
+
     def idle_barrier(self, barrier_id: int) -> int:
         """Wait for all ranks without occupying a core; return what the function of :meth:`begin_idle_barrier` does."""
         poll = self.begin_idle_barrier(barrier_id)
@@ -290,14 +318,33 @@ class DifferentCallsError(RuntimeError):
     """Ranks have met in an idle barrier in different calls; raised on all of them."""
 
 
-def barrier_id(purpose: Purpose, optimizer: int) -> int:
-    """Return a number above 0 for a call of an optimizer, given the number of that.
+class IdleCaller(Protocol):
+    """What an optimizer whose ranks may wait in idle barriers has to know."""
+
+    def apart(self, starts: bool) -> None:
+        """Note that this rank is in another call, in which it waits for all others, or no longer."""
+
+    def stay_out(self, starts: bool) -> None:
+        """Note that this rank comes to no round from now on, though it lives, or again."""
+
+
+_HANDSHAKES = 2**30
+"""What numbers of barriers before a handshake have in addition; those of all other calls are below."""
+
+
+def barrier_id(purpose: Purpose, optimizer: int, handshake: bool = False) -> int:
+    """Return a number above 0 for a call, given the number of its optimizer.
+
+    Args:
+        purpose: the call.
+        optimizer: the number of the optimizer.
+        handshake: a handshake follows, which finds conflicts with others of its kind.
 
     Example:
-        >>> barrier_id(Purpose.LEAVE, 1), barrier_id(Purpose.SAVE, 1), barrier_id(Purpose.LEAVE, 2)
-        (16, 17, 29)
+        >>> barrier_id(Purpose.LEAVE, 1), barrier_id(Purpose.ADOPT, 1), barrier_id(Purpose.LEAVE, 2)
+        (16, 24, 29)
     """
-    return optimizer * len(Purpose) + purpose
+    return optimizer * len(Purpose) + purpose + _HANDSHAKES * handshake
 
 
 def common_barrier(ids: Sequence[int]) -> int:
@@ -311,8 +358,10 @@ def common_barrier(ids: Sequence[int]) -> int:
         2
     """
     waiting = sorted({number for number in ids if number})
-    if len(waiting) > 1:
-        calls = [called(Purpose(each % len(Purpose)), each // len(Purpose)) for each in waiting]
+    if len(waiting) > 1 and waiting[0] < _HANDSHAKES:
+        calls = [
+            called(Purpose(each % len(Purpose)), each // len(Purpose)) for each in (n % _HANDSHAKES for n in waiting)
+        ]
         raise DifferentCallsError(
             f"Ranks are in different calls: {'; '.join(calls)}. All ranks must make the same calls in the same order"
         )

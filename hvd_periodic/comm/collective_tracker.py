@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -92,6 +92,7 @@ class CollectiveTracker:
         exited: exit notices by rank: of ranks that have ended, or that only take part in idle barriers from now on.
         task: this rank's activity among them, if it is not a handshake.
         timeout: seconds after which waiting is an error; None: never.
+        idle_callers: the asynchronous optimizers of these ranks, see :class:`Communicator`.
         elastic: membership may change: exits are not reported, and timeouts are off until the first handshake.
     """
 
@@ -106,6 +107,7 @@ class CollectiveTracker:
         self.task, self._idle = "", True
         self.timeout: float | None = None
         self.elastic = False
+        self.idle_callers: Sequence[Any] = ()
         self._counters: dict[int, weakref.ref[StepCounter]] = {}
 
     # Recording collectives, in the training thread

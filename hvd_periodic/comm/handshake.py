@@ -86,12 +86,8 @@ class Record:
     @property
     def place(self) -> str:
         """Description of the call in which the rank is."""
-        if self.purpose == Purpose.CONSTRUCT:
-            return "construction of an optimizer"
-        if self.purpose == Purpose.TRAINER:
-            return TRAINER_CALLS[self.optimizer]
-        where = "" if self.purpose == Purpose.START else f" at local step {self.local_steps}"
-        return f"{called(Purpose(self.purpose), self.optimizer)}{where}"
+        known = self.purpose in (Purpose.CONSTRUCT, Purpose.TRAINER, Purpose.START)
+        return f"{called(Purpose(self.purpose), self.optimizer)}{'' if known else f' at local step {self.local_steps}'}"
 
 
 _CODES = ["d" if str(field.type).startswith("float") else "q" for field in fields(Record)]
@@ -171,12 +167,16 @@ _CALLS = {
 
 
 def called(purpose: Purpose, optimizer: int) -> str:
-    """Return the name of a call of an optimizer, given the number of that.
+    """Return the name of a call, given the number of its optimizer.
 
     Example:
         >>> called(Purpose.SAVE, 2)
         'save() of optimizer 2'
     """
+    if purpose == Purpose.CONSTRUCT:
+        return "construction of an optimizer"
+    if purpose == Purpose.TRAINER:
+        return TRAINER_CALLS[optimizer]
     return f"{_CALLS[purpose]} of optimizer {optimizer}"
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from hvd_periodic.comm import collectives
-from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.base import Communicator, IdleCaller
 from hvd_periodic.comm.collective_tracker import ASYNCHRONOUS_START, tracker_of
 from hvd_periodic.comm.groups import divides_the_job
 from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
@@ -46,6 +46,15 @@ class JobCommunicator(Communicator):
         self.process_set, self.ranks, self.handshake_name = process_set, list(ranks), handshake_name
         self.rank, self.size = self.ranks.index(rank), len(self.ranks)
         self.tracker = tracker_of(handshake_name, rank, self.ranks)
+
+    @property
+    def idle_callers(self) -> Sequence[IdleCaller]:
+        """The asynchronous optimizers of these ranks, with any communicator."""
+        return self.tracker.idle_callers
+
+    @idle_callers.setter
+    def idle_callers(self, callers: Sequence[IdleCaller]) -> None:
+        self.tracker.idle_callers = callers
 
     @property
     def constructed(self) -> int:

@@ -36,7 +36,14 @@ def sockets() -> dict[int, str]:
 @contextmanager
 def opened(number: int, link: str) -> Iterator[socket.socket]:
     """Return a socket, under a descriptor of its own; an OSError if it is closed, or is not TCP."""
-    with socket.socket(fileno=os.dup(number)) as found:
+    own = os.dup(number)
+    try:
+        # Without this type, Python would let all descriptors of the socket wait as socket.setdefaulttimeout() says.
+        found = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=own)
+    except OSError:  # It is a file now.
+        os.close(own)
+        raise
+    with found:
         if str((_DESCRIPTORS / str(found.fileno())).readlink()) != link:
             raise OSError
         if found.family not in (socket.AF_INET, socket.AF_INET6):

@@ -97,7 +97,7 @@ class RendezvousWatch:
 
     torch waits for an answer of its store without a limit, also in code of its own, and in C++. Therefore a thread
     asks the store again and again, with a limit. If no answer comes, it closes all connections of this process to the
-    rendezvous, whereupon all calls to the store fail, now and later. Linux only.
+    address of the rendezvous, until training ends, whereupon all calls to the store fail, now and later. Linux only.
 
     Args:
         settings: the rendezvous.
@@ -120,10 +120,13 @@ class RendezvousWatch:
         Raises:
             DistNetworkError: there is no store.
         """
+        self.failure = ""
+        self._ended.clear()
         self._others, before = _addresses(self._settings), sockets()
         self._store = connected(self._settings)
-        for connection in self._own(before):
+        for connection, other in self._own(before):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _time_value(self._limit))
+            self._others.add(other)
         self._thread = threading.Thread(target=self._ask, name="hvd_periodic.rendezvous", daemon=True)
         self._thread.start()
 
@@ -136,13 +139,17 @@ class RendezvousWatch:
         if self._thread is not None:
             self._thread.join()
 
-    def _own(self, before: dict[int, str]) -> Iterator[socket.socket]:
-        """Yield the connections to the rendezvous that were not there before."""
+    def _own(self, before: dict[int, str]) -> Iterator[tuple[socket.socket, Address]]:
+        """Yield the connections to the rendezvous that were not there before, and where they end.
+
+        That may be another address than the given one, such as 0.0.0.0, or than another look at its name returns.
+        """
         for number, link in sockets().items():
             if before.get(number) != link:
                 with suppress(OSError), opened(number, link) as connection:
-                    if ends(connection)[1] in self._others:
-                        yield connection
+                    _, other = ends(connection)
+                    if other[1] == self._settings.port:
+                        yield connection, other
 
     def _ask(self) -> None:
         """Ask the store again and again; once it does not answer, close the connections to it, also new ones."""
@@ -168,7 +175,7 @@ class RendezvousWatch:
 def _time_value(seconds: float) -> bytes:
     """Return seconds as the operating system takes them."""
     whole = int(seconds)
-    return struct.pack("@ll", whole, round(1e6 * (seconds - whole)))
+    return struct.pack("@ll", whole, int(1e6 * (seconds - whole)))
 
 
 @contextmanager

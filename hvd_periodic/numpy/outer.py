@@ -84,6 +84,10 @@ class ArrayOuterOptimizer(CloneableOptimizer):
         """Set these attributes; None leaves all unchanged."""
         vars(self._optimizer).update(settings or {})
 
+    def take_hyperparameters(self, settings: Any) -> None:
+        """Set these attributes."""
+        self.follow(settings)
+
     def state(self) -> Any:
         """Return a copy of the attributes."""
         return copy.deepcopy(vars(self._optimizer))
@@ -117,6 +121,16 @@ class ArrayOuterOptimizer(CloneableOptimizer):
         self.bind(zeros[0], zeros[1], layout)
         trial = copy.deepcopy(self._source)
         trial.step(zeros[0].tensors(), zeros[1].tensors())
+        hidden = [
+            key
+            for key, value in vars(trial).items()
+            if not _is_shared(value) and repr(value) != repr(vars(self._source).get(key))
+        ]
+        if hidden:
+            raise ValueError(
+                f"{self.name} changes its attribute {hidden[0]!r} when it steps, but processes can share only numbers, "
+                f"arrays and lists of arrays in its state. Received: {vars(trial)[hidden[0]]!r}"
+            )
         return [((), "float64") for _ in self._counters] + [(a.shape, a.dtype.name) for a in _arrays(trial)]
 
     def reset(self) -> None:
@@ -230,6 +244,13 @@ def _restrict(optimizer: ArrayOptimizer, share: Layout, whole: Layout) -> None:
 def _settings(optimizer: ArrayOptimizer) -> dict[str, Any]:
     """Return the attributes that are numbers or strings."""
     return {key: value for key, value in vars(optimizer).items() if isinstance(value, (int, float, str))}
+
+
+def _is_shared(value: Any) -> bool:
+    """Return whether processes can share the changes of an attribute, through arrays."""
+    if isinstance(value, list):
+        return all(isinstance(each, np.ndarray) for each in value)
+    return isinstance(value, (int, float, str, np.ndarray))
 
 
 def _shapes(value: Any) -> list[tuple[int, ...] | None] | None:

@@ -49,6 +49,10 @@ class OuterOptimizer(Hyperparameters, Protocol):
         """
         return
 
+    def take_hyperparameters(self, settings: Any) -> None:
+        """Set the settings of another rank, which has loaded a state; they may change again."""
+        return
+
     def step(self, without: Set[int] = frozenset()) -> None:
         """Apply one step, in place, as if the tensors ``without`` a gradient, by index in the whole, had none."""
         return

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -66,17 +65,6 @@ class Asynchronous(Exchanger[V]):
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.presence = Presence.of(exchanged.replica, fragments=1)
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
-        context.handshake.apart = self.apart
-
-    @contextmanager
-    def apart(self, purpose: Purpose) -> Iterator[None]:
-        """Hold a handshake inside a ``with`` block, once all ranks have come to it.
-
-        Raises:
-            RuntimeError: ranks are in different calls, such as adopt() and save(); on all of them.
-        """
-        self.worker.meet(purpose)
-        yield
 
     @property
     def shows_loaded(self) -> bool:

@@ -135,11 +135,12 @@ def as_quorum(
             )
         return None
     size = communicator.size
-    if require_int(quorum, "`quorum`", minimum=1) > size:
+    require_int(quorum, "`quorum`", minimum=1)
+    if communicator.elastic or communicator.handshake_group is not communicator:
+        refuse_quorum(quorum, "in elastic jobs" if communicator.elastic else "for groups in lockstep")
+    if quorum > size:
         raise ValueError(f"`quorum` must be at most the number of ranks, n={size}. Received: quorum={quorum!r}")
     grace = None if grace_seconds is None else require_real(grace_seconds, "`grace_seconds`", positive=False)
-    if communicator.elastic or communicator.handshake_group is not communicator:
-        refuse_quorum(quorum, "under elastic Horovod" if communicator.elastic else "for groups in lockstep")
     if algorithm.takes_mean:
         momentum = outer or len(algorithm.init_center(ArraySpace(), np.zeros(1))) > 1
         if 2 * quorum < size or (momentum and 2 * quorum == size):

@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from hvd_periodic.arguments import require_real
 from hvd_periodic.checkpoints.saving import Saving
 from hvd_periodic.comm.agreement import agree
+from hvd_periodic.comm.base import DifferentCallsError
 from hvd_periodic.comm.handshake import Purpose, Record, leading
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.options import WeightLike
@@ -142,7 +143,6 @@ class Handshake:
         background_save: the last background save of these ranks, complete or not; None if there was none.
         fatal_error: why this rank can never exchange again; None while it can.
         ready_at: time of the last handshake, when this rank was ready for it, in seconds since 1970.
-        apart: returns a context in which this rank waits for all others in a call, and nobody for it elsewhere.
         wait_seconds: duration of the last handshake in seconds: waiting for all ranks and gathering their records.
     """
 
@@ -164,7 +164,6 @@ class Handshake:
         self.everyone_trains = True
         self.background_save: Saving | None = None
         self.ready_at = self.wait_seconds = 0.0
-        self.apart: Callable[[Purpose], AbstractContextManager[object]] = nullcontext
         self._warned = False
 
     def meet(self, purpose: Purpose) -> list[Record]:
@@ -196,8 +195,7 @@ class Handshake:
         record, communicator = self.record(own, purpose, predicted, problem), self._membership.communicator
         communicator.tracker.follow_steps(self._membership.number, self._progress)
         self.ready_at, came = time.time(), time.perf_counter()
-        with self.apart(purpose):
-            met = communicator.handshake(record, failure, piggyback)
+        met = communicator.handshake(record, failure, piggyback)
         self.wait_seconds = time.perf_counter() - came
         save = self.background_save
         # With several levels, a handshake does not include all ranks, whom it takes to complete a save.
@@ -210,6 +208,8 @@ class Handshake:
         """Remember an error that interrupts an exchange: this rank cannot continue afterwards."""
         try:
             yield
+        except DifferentCallsError:
+            raise  # Nothing has been exchanged.
         except Exception as error:
             self.fatal_error = f"The exchange at step {local_steps} failed: {error}"
             raise
@@ -235,8 +235,7 @@ class Handshake:
         steps, communicator = self._progress.local_steps, self._membership.communicator
         record = Record(purpose, self._membership.number, problem=int(problem is not None), local_steps=steps)
         communicator.tracker.follow_steps(self._membership.number, self._progress)
-        with self.apart(purpose):
-            communicator.handshake(record, None if problem is None else RuntimeError(problem))
+        communicator.handshake(record, None if problem is None else RuntimeError(problem))
 
     def record(
         self, own: LocalStatus, purpose: Purpose, predicted: int | None = None, problem: str | None = None

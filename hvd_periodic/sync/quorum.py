@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -106,7 +105,6 @@ class WithQuorum(Asynchronous[V]):
         )
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
-        context.handshake.apart = self.apart
 
     def facts(self) -> dict[str, object]:
         """Return the settings that all ranks must share."""
@@ -138,16 +136,6 @@ class WithQuorum(Asynchronous[V]):
     @property
     def _meeting(self) -> Meeting:
         return cast(Meeting, self.worker.transport)
-
-    @contextmanager
-    def apart(self, purpose: Purpose) -> Iterator[None]:
-        """As in asynchronous exchange; no round waits for this rank meanwhile."""
-        self._meeting.apart(True)
-        try:
-            with super().apart(purpose):
-                yield
-        finally:
-            self._meeting.apart(False)
 
     def first_plan(self, records: Sequence[Record]) -> Plan:
         """Return the plan of the first exchange, given all ranks' records."""

@@ -141,6 +141,9 @@ class VariableOuterOptimizer(FollowsRate):
         """Return the learning rate if it follows the local optimizer's; else None."""
         return self._moved.hyperparameters()
 
+    def take_hyperparameters(self, settings: Any) -> None:
+        """Do nothing: the learning rate is a variable, and part of the state."""
+
     def follow(self, settings: Any) -> None:
         """Set the learning rate of the next step, which may be another rank's; collective."""
         self._moved.take_rate(None if settings is None else settings["learning_rate"], self.maximum)

@@ -166,14 +166,22 @@ class TorchOuterOptimizer(CloneableOptimizer):
         """Use these hyper-parameters of all groups for the next step."""
         self._followed = settings or []
 
+    def take_hyperparameters(self, settings: Any) -> None:
+        """Set these hyper-parameters of all groups, if the center is in this process."""
+        if self._optimizer is not None:
+            self._set(settings or [])
+
+    def _set(self, settings: list[dict[str, Any]]) -> None:
+        for group, taken in zip(self.optimizer.param_groups, settings, strict=False):
+            group.update({key: _on_device_of(value, group.get(key)) for key, value in taken.items()})
+
     def step(self, without: Set[int] = frozenset()) -> None:
         """Take one step on the centers, with their gradients."""
         self._follow()
         passed_over = [(of_center, of_center.grad) for owner, of_center in self._owned if owner in without]
         for of_center, _ in passed_over:
             of_center.grad = None
-        for group, followed in zip(self.optimizer.param_groups, self._followed, strict=False):
-            group.update({key: _on_device_of(value, group.get(key)) for key, value in followed.items()})
+        self._set(self._followed)
         in_train_mode(self.optimizer).step()
         for of_center, gradient in passed_over:
             of_center.grad = gradient

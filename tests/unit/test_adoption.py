@@ -535,9 +535,34 @@ def test_ranks_in_another_call_are_an_error_everywhere(kind: dict[str, Any], alo
         optimizer.finalize()
         return str(caught.value)
 
-    calls = f"{called} of optimizer 1; adopt() of optimizer 1"
+    calls = [f"{called} of optimizer 1", "adopt() of optimizer 1"]
+    calls = "; ".join(calls if called == "finalize()" else calls[::-1])
     text = f"Ranks are in different calls: {calls}. All ranks must make the same calls in the same order"
     assert run_ranks(3, job) == [text] * 3
+
+
+@pytest.mark.parametrize("kind", [{"asynchronous": True}, {"quorum": 2, "grace_seconds": 0.0}], ids=str)
+def test_a_rank_that_constructs_another_optimizer_is_an_error_everywhere(kind: dict[str, Any]) -> None:
+    """As in synchronous training; with finalize() on others, too."""
+
+    def job(comm: Communicator) -> tuple[str, str]:
+        model, found = started(), []
+        optimizer = made(comm, model, "easgd", **kind)
+        train(optimizer, model, comm.rank, PERIOD)
+        for call in ("broadcast", "finalize"):
+            with pytest.raises(RuntimeError) as caught:
+                if comm.rank == 1:
+                    made(comm, started(), "easgd")
+                else:
+                    call_elsewhere(optimizer, model, call)
+            found.append(str(caught.value))
+        return found[0], found[1]
+
+    one = "Ranks wait for each other in different places: broadcast() of optimizer 1 at local step 2 on ranks 0 and 2; con"
+    other = "Ranks are in different calls: finalize() of optimizer 1; construction of an optimizer. All ranks must make"
+    for found in run_ranks(3, job):
+        assert found[0].startswith(one), found
+        assert found[1].startswith(other), found
 
 
 @pytest.mark.parametrize("saving", [{2}, {0}, {0, 1}], ids=str)

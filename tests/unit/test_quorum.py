@@ -273,6 +273,17 @@ def test_save_on_some_ranks_and_finalize_on_others_is_an_error() -> None:
     assert text.startswith("Rank 11 is in save() or another call that all ranks make, and rank 10 in")
 
 
+def test_who_has_died_in_another_call_is_not_waited_for() -> None:
+    rounds, clock = at_rest(Quorum(2, 0.5), timeout=5.0)
+    rounds.apart(0, starts=True)
+    rounds.gone([0])
+    clock.now = 9.0
+    for worker in (1, 2):
+        rounds.come(worker, leaving=True)
+    assert rounds.in_vain() == {}
+    assert rounds.members() == [1, 2]
+
+
 def test_who_comes_to_rounds_again_is_in_no_other_call() -> None:
     rounds, _ = at_rest(Quorum(2, 0.5))
     rounds.apart(1, starts=True)
@@ -656,6 +667,55 @@ def test_saves_do_not_wait_for_rounds() -> None:
         return optimizer.synchronizer.counters.rounds
 
     assert run_ranks(3, work) == [1, 1, 2]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("kind", [{"quorum": 2}, {"asynchronous": True}], ids=str)
+def test_a_resumed_optimizer_of_the_center_has_the_settings_of_the_root_on_all_ranks(kind: dict[str, Any]) -> None:
+    """Any of them may step the center in shared memory."""
+
+    def started(communicator: Communicator, xs: dict[str, Any]) -> PeriodicOptimizer:
+        options: dict[str, Any] = {"process_set": communicator, "outer_optimizer": SGD(0.1, 0.9)} | kind
+        return PeriodicOptimizer(SGD(0.1), xs, AGN(), PERIOD, **options)
+
+    def work(communicator: Communicator) -> Any:
+        xs = arrays()
+        optimizer = started(communicator, xs)
+        for _ in range(PERIOD):
+            step(optimizer, xs, communicator.rank)
+        communicator.allgather_object(None, "at rest")
+        state = optimizer.synchronizer.state_dict()
+        state["center_optimizer"]["learning_rate"] = 0.01
+        communicator.allgather_object(None, "saved")
+        resumed = started(communicator, xs)
+        if communicator.rank != 2:
+            resumed.synchronizer.load_state_dict(state)
+        resumed.synchronizer.begin()
+        return resumed.synchronizer.exchanged.center_optimizer.hyperparameters()["learning_rate"]
+
+    assert run_ranks(3, work) == [0.01] * 3
+
+
+class Hides(SGD):
+    """It keeps a number in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__(0.1)
+        self.kept = {"steps": 0}
+
+    def step(self, arrays: Any, gradients: Any) -> None:
+        self.kept["steps"] += 1
+        super().step(arrays, gradients)
+
+
+@pytest.mark.parametrize("kind", [{"quorum": 2}, {"asynchronous": True}], ids=str)
+def test_state_that_ranks_cannot_share_is_refused(kind: dict[str, Any]) -> None:
+    def work(communicator: Communicator) -> None:
+        options: dict[str, Any] = {"process_set": communicator, "outer_optimizer": Hides()} | kind
+        PeriodicOptimizer(SGD(0.1), arrays(), AGN(), PERIOD, **options)
+
+    with pytest.raises(ValueError, match=r"Hides changes its attribute 'kept' when it steps.*Received: \{'steps': 1\}"):
+        run_ranks(3, work)
 
 
 @pytest.mark.usefixtures("way")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -16,7 +18,7 @@ pytest.importorskip("torch")
 
 import torch.distributed as dist
 
-from hvd_periodic.comm import rendezvous_store
+from hvd_periodic.comm import own_sockets, rendezvous_store
 from hvd_periodic.comm.rendezvous_settings import RendezvousSettings
 from hvd_periodic.comm.torch_distributed import close_world
 from hvd_periodic.comm.torch_rendezvous import TorchRendezvous, _Round
@@ -34,7 +36,11 @@ class Server:
         self.port, self._process = int(address.rpartition(":")[2]), process
 
     def stop(self) -> None:
+        """Return once all threads have stopped: until then, one may still answer."""
         os.kill(self._process, signal.SIGSTOP)
+        threads = Path(f"/proc/{self._process}/task")
+        while any((each / "stat").read_text().rpartition(")")[2].split()[0] != "T" for each in threads.iterdir()):
+            time.sleep(0.001)
 
     def go_on(self) -> None:
         os.kill(self._process, signal.SIGCONT)
@@ -145,6 +151,36 @@ def test_connections_that_are_opened_later(server: Server, caplog: pytest.LogCap
 
     assert job(server, "opens").run(train, Worker()) == "done"
     assert "is lost: training goes on, but no worker can join, and the loss of one ends the job. It has" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
+def test_a_watch_that_starts_again(server: Server, host: str) -> None:
+    """After an error, train(state) may be called again; and an address may lead to another one."""
+    watch = rendezvous_store.RendezvousWatch(RendezvousSettings(host, server.port, 1, 2, "again", "", 1.0, 1e4))
+    for _ in range(2):
+        watch.start()
+        watch.stop()
+    watch.start()
+    server.stop()
+    try:
+        with pytest.raises(dist.DistNetworkError):
+            watch._store.add("x", 1)
+    finally:
+        watch.stop()
+
+
+def test_a_default_timeout_of_sockets(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is for sockets that Python opens: others still wait."""
+    monkeypatch.setattr(rendezvous_store, "_ASKING", 0.05)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        socket.setdefaulttimeout(30.0)
+        try:
+            assert job(server, "default").run(lambda state: time.sleep(0.5) or "done", Worker()) == "done"
+            own_sockets.close_connections([("192.0.2.1", 1)])
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(ours.fileno())
 
 
 def of_the_rendezvous() -> list[threading.Thread]:

@@ -23,17 +23,18 @@ run_and_requeue bash -c "$LAUNCHER"
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("posix", [{}, {"POSIXLY_CORRECT": "1"}], ids=["", "posix"])
 @pytest.mark.parametrize("warning", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.parametrize(("code", "told"), [(75, ["scontrol requeue 7"]), (3, [])])
 def test_the_exit_code_counts_of_ranks_that_end_at_once_after_a_warning(
-    warning: signal.Signals, code: int, told: list[str]
+    warning: signal.Signals, code: int, told: list[str], posix: dict[str, str]
 ) -> None:
     """``wait`` of the shell returns the number of the signal, also where the launcher has ended meanwhile."""
     launcher = f"trap 'exit {code}' USR1; echo ready; while :; do read -rt 0.1 <> <(:) || :; done"
     settings = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "LAUNCHER": launcher}
     process = subprocess.Popen(
         ["bash", "-c", SCRIPT],
-        env=os.environ | settings | {"HVD_PERIODIC_USE_CURRENT_ENV": "1"},
+        env=os.environ | settings | posix | {"HVD_PERIODIC_USE_CURRENT_ENV": "1"},
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
