@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_periodic.arguments import outer_name
 from hvd_periodic.numpy.complex_numbers import as_real
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
 from hvd_periodic.outer.elementwise import require_elementwise
@@ -128,8 +129,8 @@ class ArrayOuterOptimizer(CloneableOptimizer):
         ]
         if hidden:
             raise ValueError(
-                f"{self.name} changes its attribute {hidden[0]!r} when it steps, but processes can share only numbers, "
-                f"arrays and lists of arrays in its state. Received: {vars(trial)[hidden[0]]!r}"
+                f"{self.name} changes its attribute {hidden[0]!r} when it steps, but processes can share only tensors "
+                f"and numbers in its state. Pass another `{outer_name()}`"
             )
         return [((), "float64") for _ in self._counters] + [(a.shape, a.dtype.name) for a in _arrays(trial)]
 

@@ -558,7 +558,7 @@ def test_a_rank_that_constructs_another_optimizer_is_an_error_everywhere(kind: d
             found.append(str(caught.value))
         return found[0], found[1]
 
-    one = "Ranks wait for each other in different places: broadcast() of optimizer 1 at local step 2 on ranks 0 and 2; con"
+    one = "Ranks wait for each other in different places: broadcast() of optimizer 1 at local step 3 on ranks 0 and 2; "
     other = "Ranks are in different calls: finalize() of optimizer 1; construction of an optimizer. All ranks must make"
     for found in run_ranks(3, job):
         assert found[0].startswith(one), found

@@ -714,7 +714,7 @@ def test_state_that_ranks_cannot_share_is_refused(kind: dict[str, Any]) -> None:
         options: dict[str, Any] = {"process_set": communicator, "outer_optimizer": Hides()} | kind
         PeriodicOptimizer(SGD(0.1), arrays(), AGN(), PERIOD, **options)
 
-    with pytest.raises(ValueError, match=r"Hides changes its attribute 'kept' when it steps.*Received: \{'steps': 1\}"):
+    with pytest.raises(ValueError, match="Hides changes its attribute 'kept' when it steps, but processes can share"):
         run_ranks(3, work)
 
 
