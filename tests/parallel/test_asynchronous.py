@@ -277,7 +277,7 @@ def test_messages_are_bounded(ranks: Reports) -> None:
 def test_ranks_in_different_calls(ranks: Reports, mode: str) -> None:
     for errors in of_mode(ranks, "apart", mode) if len(ranks) > 1 else ():
         for pair, error in errors.items():
-            one, other = sorted(pair.split(", "), key=["finalize", "save", "adopt"].index)
+            one, other = sorted(pair.split(", "), key=["finalize", "adopt", "save"].index)
             calls = rf"{one}\(\) of optimizer (\d+); {other}\(\) of optimizer \1\."
             assert re.match(rf"DifferentCallsError: Ranks are in different calls: {calls}", error), (pair, error)
 

@@ -18,7 +18,15 @@ scontrol() { printf 'scontrol %s\\n' "$*"; }
 kill() {
   if [[ $1 != -0 ]]; then builtin kill "$@"; else while builtin kill -0 "$2" 2>/dev/null; do :; done; return 1; fi
 }
-run_and_requeue bash -c "$LAUNCHER"
+run_and_requeue python3 -c "$LAUNCHER"
+"""
+
+LAUNCHER = """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+print("ready", flush=True)
+signal.sigwait([signal.SIGUSR1])
+os._exit(int(os.environ["CODE"]))
 """
 
 
@@ -30,8 +38,7 @@ def test_the_exit_code_counts_of_ranks_that_end_at_once_after_a_warning(
     warning: signal.Signals, code: int, told: list[str], posix: dict[str, str]
 ) -> None:
     """``wait`` of the shell returns the number of the signal, also where the launcher has ended meanwhile."""
-    launcher = f"trap 'exit {code}' USR1; echo ready; while :; do read -rt 0.1 <> <(:) || :; done"
-    settings = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "LAUNCHER": launcher}
+    settings = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "LAUNCHER": LAUNCHER, "CODE": str(code)}
     process = subprocess.Popen(
         ["bash", "-c", SCRIPT],
         env=os.environ | settings | posix | {"HVD_PERIODIC_USE_CURRENT_ENV": "1"},
