@@ -110,29 +110,62 @@ def gloo() -> Any:
     return torch.distributed.group.WORLD
 
 
-def overlapped_by_hand(task: Task, model: nn.Module, period: int) -> Method:
+Begin = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+"""Begins to sum a flat tensor over all ranks; returns a function that waits for the sum."""
+
+
+def begin_horovod() -> Begin:
+    """Return Horovod's allreduce."""
+
+    def begin(message: torch.Tensor) -> Callable[[], torch.Tensor]:
+        handle = hvd.allreduce_async(message, op=hvd.Sum, name="by hand")
+        return lambda: hvd.synchronize(handle)
+
+    return begin
+
+
+def begin_gloo() -> Begin:
+    """Return the allreduce of torch.distributed."""
+    join()
+
+    def begin(message: torch.Tensor) -> Callable[[], torch.Tensor]:
+        summed = message.clone()
+        work = torch.distributed.all_reduce(summed, async_op=True)
+        return lambda: work.wait() and summed
+
+    return begin
+
+
+def overlapped_by_hand(sums: Callable[[], Begin]) -> Make:
     """Return averaging over one flat tensor that is sent at an exchange and taken at the next, as a loop would do it.
 
     What is taken is the mean displacement; local progress since then stays, as in ours.
+
+    Args:
+        sums: makes the allreduce.
     """
+    return lambda task, model, period: _by_hand(task, model, period, sums())
+
+
+def _by_hand(task: Task, model: nn.Module, period: int, begin: Begin) -> Method:
     optimizer, parameters = task.optimizer(model), list(model.parameters())
     center = torch.cat([parameter.detach().flatten() for parameter in parameters])
     message, total = torch.empty_like(center), torch.empty_like(center)
-    steps, sent, handle = 0, 0, None
+    steps, sent, wait = 0, 0, None
 
     def finish() -> None:
-        nonlocal handle
-        if handle is None:
+        nonlocal wait
+        if wait is None:
             return
-        total.copy_(hvd.synchronize(handle))
-        handle = None
+        total.copy_(wait())
+        wait = None
         own = torch.sub(message, total, alpha=1 / hvd.size())
         center.add_(total, alpha=1 / hvd.size())
         for parameter, correction in zip(parameters, own.split([p.numel() for p in parameters]), strict=True):
             parameter.detach().sub_(correction.view_as(parameter))
 
     def step() -> None:
-        nonlocal steps, sent, handle
+        nonlocal steps, sent, wait
         local_step(task, model, optimizer)
         steps += 1
         if steps % period == period - 1:
@@ -141,7 +174,7 @@ def overlapped_by_hand(task: Task, model: nn.Module, period: int) -> Method:
             torch.cat([parameter.detach().flatten() for parameter in parameters], out=message)
             message.sub_(center)
             sent += message.nbytes
-            handle = hvd.allreduce_async(message, op=hvd.Sum, name="by hand")
+            wait = begin(message)
 
     return Method(step, finish, bytes_sent=lambda: sent)
 
@@ -214,7 +247,11 @@ EVERY_STEP: dict[str, Make] = {
 }
 """By name; those that communicate at every step."""
 
-BY_HAND = "averaging, overlap, by hand"
+BY_HAND: dict[str, Make] = {
+    "averaging, overlap, by hand": overlapped_by_hand(begin_horovod),
+    "averaging, overlap, by hand, Gloo": overlapped_by_hand(begin_gloo),
+}
+"""By name; the library is Horovod, or Gloo."""
 
 _OF_TORCH: dict[str, Make] = {"torch PeriodicModelAverager": model_averager}
 _FRAGMENTS: dict[str, Make] = {
@@ -232,7 +269,7 @@ METHODS: dict[str, Make] = {
     "DiLoCo, overlap": periodic(hvdp.DiLoCo, overlap="period"),
     "averaging, overlap, MPI": over(mpi, hvdp.Averaging, overlap="period"),
     "averaging, overlap, Gloo": over(gloo, hvdp.Averaging, overlap="period"),
-    BY_HAND: overlapped_by_hand,
+    **BY_HAND,
     "averaging, int8": periodic(hvdp.Averaging, compression=INT8),
     **_FRAGMENTS,
     **COMPRESSED,
@@ -245,7 +282,7 @@ _MODES: dict[str, dict[str, Any]] = {"": {}, ", overlap": {"overlap": "period"}}
 
 EXCHANGES: dict[str, Make] = {
     **_OF_TORCH,
-    BY_HAND: overlapped_by_hand,
+    **BY_HAND,
     **{
         f"{name}{mode}{library}": over(ranks, algorithm, **options)
         for mode, options in _MODES.items()
