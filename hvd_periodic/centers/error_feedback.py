@@ -117,7 +117,8 @@ class ErrorFeedback(Generic[V]):
         Args:
             communicator: the ranks.
             bucket: the bucket.
-            message: the message, with zeros where this worker is absent: there its residual waits.
+            message: the message, with zeros where this worker is absent: there its residual waits; anything if the
+                total has been received.
             name: name of the collective.
             exchange: the exchange.
             weights: the ranges in which this worker has one weight, 0 where it is absent; None where all are, so that

@@ -155,6 +155,8 @@ class TensorGroup(Generic[V]):
         if overlapped and algorithm.reads_after:
             self.snapshot = replica.new_snapshot_store(values.layout, f"{name}.snapshot")
         self._overlapped = overlapped
+        # Forming a message may overwrite the worker's vectors, but keeps none besides the one that it consumes.
+        self._forms_once = self.worker.keys() <= {algorithm.consumed_state}
         self._blocks = [
             replica.blocks(bucket) if placement.everywhere else (bucket,) for bucket in values.layout.buckets
         ]
@@ -284,24 +286,27 @@ class TensorGroup(Generic[V]):
         pulls, lossy, published_bytes = not self.algorithm.reads_after, self.error_feedback.wire.lossy, 0
         if self.algorithm.reads_before:
             published_bytes = self.placement.bytes_to_publish(bucket.nbytes)
+        arrived = self._forms_once and bucket.index in self.error_feedback.received_totals
         blocks, formed, buffer = [], [], self._message_buffer(bucket)
         for part in self._blocks[bucket.index]:
             block = self._block(bucket, part)
-            if self.algorithm.reads_before:
+            if self.algorithm.reads_before and (pulls or not arrived):
                 block.published = self.published_center(part, exchange)
-            formed.append(self._form_message(bucket, block, exchange, buffer))
+            if not arrived:
+                formed.append(self._form_message(bucket, block, exchange, buffer))
             if pulls and not lossy:
                 # By what is sent of it, if the message was cut.
                 self._pull(block, block.published, exchange, None if exchange.cut is None else formed[-1])
             blocks.append(block)
-        message = formed[0] if len(blocks) == 1 else buffer
-        message = self._replica.space.concatenate(formed) if message is None else message
+        message = formed[0] if len(formed) == 1 else buffer
+        message = self._replica.space.concatenate(formed) if message is None and formed else message
         in_consumed = self._consumed is not None and len(blocks) > 1 and self._replica.reuses_memory
         shared = self.messages is self.total or (in_consumed and buffer is not None)
         lent = message if shared else blocks[0].worker.get(self._consumed or "")
         weights = self._by_range.weights(self.values.layout, bucket, exchange) if exchange.presence else ()
         name = self._collective(bucket)
-        sent = self.error_feedback.send(self._membership.communicator, bucket, message, name, exchange, weights)
+        communicator, message = self._membership.communicator, cast(V, message)
+        sent = self.error_feedback.send(communicator, bucket, message, name, exchange, weights)
         for block in blocks:
             if pulls and lossy:
                 decoded = None if sent.decoded is None else _part(sent.decoded, bucket, block.part)

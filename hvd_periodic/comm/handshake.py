@@ -7,6 +7,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,7 @@ class Record:
 
 
 _CODES = ["d" if str(field.type).startswith("float") else "q" for field in fields(Record)]
+_in_order = attrgetter(*(field.name for field in fields(Record)))
 _VALUES, _INTEGERS = struct.Struct(f"<{''.join(_CODES)}"), struct.Struct(f"<{len(_CODES)}q")
 
 
@@ -101,8 +103,7 @@ def integers(record: Record) -> list[int]:
         >>> integers(Record(Purpose.START, optimizer=1))[:5]
         [1, 1, 0, 0, 0]
     """
-    values = [getattr(record, field.name) for field in fields(Record)]
-    numbers = [math.nan if value is None else value for value in values]
+    numbers = [math.nan if value is None else value for value in _in_order(record)]
     return list(_INTEGERS.unpack(_VALUES.pack(*numbers)))
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,7 @@ class HorovodCommunicator(JobCommunicator):
         number = self.tracker.start_collective()
 
         def finish() -> Any:
-            self.tracker.wait_for(number, lambda: self._hvd.poll(handle))
+            self.tracker.wait_for(number, partial(self._hvd.poll, handle))
             return self._hvd.synchronize(handle)
 
         return finish

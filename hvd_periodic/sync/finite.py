@@ -9,6 +9,7 @@ from hvd_periodic.comm.membership import Membership
 from hvd_periodic.participation.broadcast import FROM_ROOT
 from hvd_periodic.replica import Replica
 from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.vectors.store import Store
 from hvd_periodic.wires.base import Wire
 
 V = TypeVar("V")
@@ -70,33 +71,38 @@ class Finite(Generic[V]):
 
     def checked(self) -> list[Checked]:
         """Return all tensors that have to be finite."""
+        return [
+            Checked(name.format(spec.name), tensor, center)
+            for name, store, centers in self._stores()
+            for spec, tensor, center in zip(
+                store.layout.specs,
+                store.tensors(),
+                [None] * len(store.layout.specs) if centers is None else centers.tensors(),
+                strict=True,
+            )
+        ]
+
+    def _stores(self) -> list[tuple[str, Store[V], Store[V] | None]]:
+        """Return a format for readable names, the tensors and their centers, as :class:`Checked` has them."""
         if self._policy == IGNORE and not self._wire.lossy:
             return []
         parameters = self._groups.parameters
         stores = {"parameter": parameters.values, **parameters.worker}
-        found = [
-            Checked(f"{key} {spec.name!r}", tensor)
-            for key, store in stores.items()
-            for spec, tensor in zip(store.layout.specs, store.tensors(), strict=True)
+        found: list[tuple[str, Store[V], Store[V] | None]] = [
+            (f"{key} {{!r}}", store, None) for key, store in stores.items()
         ]
-        if self._policy == IGNORE:
-            return found
-        for group in self._groups.statistics:
+        for group in () if self._policy == IGNORE else self._groups.statistics:
             name = self._name_in(group)
-            if name is None:
-                continue
-            tensors = group.values.tensors()
-            centers = group.center.tensors() if group.placement.everywhere else tensors
-            pairs = zip(group.values.layout.specs, tensors, centers, strict=True)
-            found += [Checked(name.format(spec.name), tensor, center) for spec, tensor, center in pairs]
+            if name is not None:
+                found.append((name, group.values, group.center if group.placement.everywhere else group.values))
         return found
 
     def problem(self, steps: int) -> str | None:
         """Return a message naming the first non-finite tensor after ``steps`` local steps; None if all are finite."""
-        checked = self.checked()
-        if self._replica.space.coding.are_finite([each.tensor for each in checked]):
+        memory = [part for _, store, _ in self._stores() for part in store.memory()]
+        if self._replica.space.coding.are_finite(memory):
             return None
-        wrong = (index for index, each in enumerate(checked) if not self._is_right(each))
+        wrong = (index for index, each in enumerate(self.checked()) if not self._is_right(each))
         index = next(wrong, None)
         return None if index is None else self.text(index, steps)
 

@@ -176,7 +176,13 @@ class ProgressTracker:
 
     def current_rate(self) -> float | None:
         """Return the learning rate of the local optimizer; None if it is unknown or not a number."""
-        return None if self.learning_rate is None else rate_of(self.learning_rate())
+        if self.learning_rate is None:
+            return None
+        rate = self.learning_rate()
+        try:
+            return number(rate, "A learning rate")
+        except TypeError:
+            return None
 
     def snapshot(self) -> LocalStatus:
         """Return the status of this rank."""
@@ -200,14 +206,6 @@ class ProgressTracker:
         if self._timed_since is None or local_steps <= self._timed_since[1]:
             return None
         return (time.perf_counter() - self._timed_since[0]) / (local_steps - self._timed_since[1])
-
-
-def rate_of(value: Any) -> float | None:
-    """Return a learning rate as a float; None if it is not a number."""
-    try:
-        return number(value, "A learning rate")
-    except TypeError:
-        return None
 
 
 def number(value: Any, what: str) -> float:

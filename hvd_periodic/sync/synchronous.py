@@ -192,9 +192,10 @@ class Synchronous(Exchanger[V]):
         else:
             if due.completes:
                 last = due.turns[-1].exchange
+                of_all = last if self.presence is None else replace(last, presence={})
                 if agreed.states_are_there and context.optimizer_state is not None:
                     sent += context.optimizer_state.exchange(last, due.periods)
-                sent += groups.exchange_statistics(replace(last, presence={}))
+                sent += groups.exchange_statistics(of_all)
             sent += sum(self._send(turn, agreed.step, agreed.training) for turn in due.turns)
         self._constrain()
         if context.audit_every and (context.progress.rounds + 1) % context.audit_every == 0:

@@ -297,12 +297,18 @@ def joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def as_tensor(array: np.ndarray) -> tf.Tensor:
-    """Return a tensor of an array, which shares its memory if possible: neither may be changed."""
-    can_share = array.flags.writeable and array.flags.c_contiguous and array.size and array.dtype.isbuiltin == 1
-    if can_share and address_of(array) % _ALIGNMENT == 0:
-        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
-    with tf.device("CPU:0"):
-        return tf.constant(array)
+    """Return a tensor of an array, which shares its memory if possible: neither may be changed.
+
+    Otherwise, the array is copied once; ``tf.constant`` would copy it a second time, into aligned memory.
+    """
+    if not array.size or array.dtype.isbuiltin != 1:
+        with tf.device("CPU:0"):
+            return tf.constant(array)
+    can_share = array.flags.writeable and array.flags.c_contiguous and address_of(array) % _ALIGNMENT == 0
+    shared = array if can_share else empty(array.size, array.dtype).reshape(array.shape)
+    if not can_share:
+        shared[...] = array
+    return tf.experimental.dlpack.from_dlpack(shared.__dlpack__())
 
 
 def as_array(tensor: tf.Tensor) -> np.ndarray:

@@ -73,12 +73,15 @@ class TensorCoding(Coding[torch.Tensor]):
         """
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in tensors:
-            real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-            if real.numel() and real.dtype in REALS:
-                by_kind.setdefault((real.device, real.dtype), []).append(real.detach())
-        for same_kind in by_kind.values():
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+        for (_, dtype), same_kind in by_kind.items():
+            if dtype.is_complex:
+                same_kind = [torch.view_as_real(tensor.resolve_conj()) for tensor in same_kind]
+            elif dtype not in REALS:
+                continue
             if not bool(torch.stack(foreach.norm(same_kind)).isfinite().all()):
-                extremes = torch.stack([extreme for tensor in same_kind for extreme in torch.aminmax(tensor)])
+                filled = [tensor for tensor in same_kind if tensor.numel()]
+                extremes = torch.stack([extreme for tensor in filled for extreme in torch.aminmax(tensor)])
                 if not bool(extremes.isfinite().all()):
                     return False
         return True

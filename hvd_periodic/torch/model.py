@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import GeneratorType
 from typing import Any, TypeAlias
@@ -16,13 +16,19 @@ from hvd_periodic.participation import Local, Policies, participation_of
 from hvd_periodic.participation.buffers import BUFFERS, LOCAL
 from hvd_periodic.participation.named import unique_pairs
 from hvd_periodic.torch.buffers import Buffers, policies, policy_of
-from hvd_periodic.torch.sharded_parameters import is_sharded, reshard
+from hvd_periodic.torch.sharded_parameters import gathers, is_sharded, reshard
 
 Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
 """A module or its ``named_parameters()``, whose buffers can be exchanged, too; or other (name, parameter) pairs."""
 
 _COMPILED = "_orig_mod."
 """The string that ``torch.compile`` inserts into the names of a module that it wraps."""
+
+
+_LISTS = tuple(
+    getattr(torch.nn.Module, name) for name in ("named_parameters", "named_buffers", "named_modules", "_named_members")
+)
+"""The methods by which a module lists its tensors."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class NamedTensors:
         participation: the policy of each parameter, by name.
         asked: the ``parameters`` argument, which decides the policy of parameters that come later.
         former: names of parameters before ``adopt()``.
+        members: the :func:`members_of` the module, whose tensors exist as long as they are held here.
+        gathers: whether parts of the module have ``fully_shard()``, which gathers parameters for forward passes.
     """
 
     parameters: list[tuple[str, torch.Tensor]]
@@ -48,6 +56,8 @@ class NamedTensors:
     participation: Mapping[str, str] = field(default_factory=dict)
     asked: Policies = None
     former: frozenset[str] = frozenset()
+    members: Sequence[object] | None = None
+    gathers: bool = False
 
     @classmethod
     def of(
@@ -78,7 +88,8 @@ class NamedTensors:
             if any(isinstance(parameter, UninitializedParameter) for _, parameter in pairs):
                 raise ValueError("The model has uninitialized lazy parameters: run one forward pass first")
             named = _originals(model.named_buffers())
-            return cls(pairs, named, policies(buffers, named), weakref.ref(model), buffers)
+            found = cls(pairs, named, policies(buffers, named), weakref.ref(model), buffers)
+            return replace(found, members=members_of(model), gathers=any(map(gathers, model.modules())))
         if buffers not in (None, LOCAL):
             raise ValueError(
                 f"`buffers={buffers!r}` needs the model: pass `model`, or `model.named_parameters()` itself"
@@ -106,7 +117,7 @@ class NamedTensors:
     def changed(self) -> str | None:
         """Return the name of a parameter or exchanged buffer that was added, removed or replaced, or None."""
         module = self.behind()
-        if module is None:
+        if module is None or (self.members is not None and members_of(module) == self.members):
             return None
         current, original = _ids(module.named_parameters()), _ids(self.parameters)
         current |= _ids(pair for pair in _originals(module.named_buffers()) if self._exchanges(*pair))
@@ -134,7 +145,7 @@ class NamedTensors:
 
     def reshard(self) -> None:
         """Reshard the modules of ``fully_shard()``."""
-        module = self.behind()
+        module = self.behind() if self.gathers else None
         if module is not None:
             reshard(module.modules())
 
@@ -166,6 +177,28 @@ def original_module_name(name: str) -> str:
 def named_parameters_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return the parameters of a module, by the names that they have without ``torch.compile``."""
     return _originals(module.named_parameters())
+
+
+def members_of(module: torch.nn.Module) -> list[object] | None:
+    """Return the classes of a module and of its submodules, and the names and identities of all their members.
+
+    While these are the same, and the tensors exist, the names and identities of all parameters and buffers are the
+    same. None if that is not known, since a class lists its tensors in its own way.
+    """
+    parts, found, seen = [module], list[object](), {id(module)}
+    for part in parts:
+        kind = type(part)
+        if (kind.named_parameters, kind.named_buffers, kind.named_modules, kind._named_members) != _LISTS:
+            return None
+        found.append(kind)
+        for members in (part._parameters, part._buffers, part._modules):
+            found += members.keys()
+            found += map(id, members.values())
+        for each in part._modules.values():
+            if each is not None and id(each) not in seen:
+                seen.add(id(each))
+                parts.append(each)
+    return found
 
 
 def _originals(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

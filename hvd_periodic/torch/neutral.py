@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -20,7 +20,8 @@ def neutral() -> Iterator[None]:
 
     Horovod's threads cannot write into a tensor made in inference mode, and no code can after that mode has ended.
     """
-    with torch.inference_mode(False), torch.no_grad(), ExitStack() as modes:
+    inferring = torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if inferring else nullcontext(), torch.no_grad(), ExitStack() as modes:
         if torch.get_default_device().type != "cpu":  # A device context slows every operation down.
             modes.enter_context(torch.device("cpu"))
         for device_type in ("cpu", "cuda"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -112,11 +112,9 @@ class TorchReplica(Replica[torch.Tensor]):
         self._ours, self._exchanged = ours, exchanged
         of_optimizer = [p for _, p in named.parameters if self._held is None or id(p) in self._held]
         self._trained = [parameter for parameter in of_optimizer if parameter.requires_grad]
-        self._signatures = [
-            (kind, name, tensor, _signature(tensor))
-            for kind, pairs in (("Parameter", trained), ("Buffer", averaged + counted + followed))
-            for name, tensor in pairs
-        ]
+        self._fixed = [("Parameter", *pair) for pair in trained]
+        self._fixed += [("Buffer", *pair) for pair in averaged + counted + followed]
+        self._signatures = _signatures(self._fixed)
         self._chunks, self._lists = _chunks(self.tensors, bucket_bytes), TensorListSpace()
         self._kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
@@ -136,14 +134,10 @@ class TorchReplica(Replica[torch.Tensor]):
         named = NamedTensors.of(model, self.named.given, self.named.asked, former)
         return TorchReplica(named, self.optimizer, self.bucket_bytes, self.center_device)
 
-    @contextmanager
-    def range(self, name: str) -> Iterator[None]:
-        """Mark a range for torch's profiler and, if GPUs are used, for profilers that read NVTX."""
-        nvtx: AbstractContextManager[object] = nullcontext()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            nvtx = torch.cuda.nvtx.range(name)
-        with torch.profiler.record_function(name), nvtx:
-            yield
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """Return a range for torch's profiler and, if GPUs are used, for profilers that read NVTX."""
+        used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return _range_with_nvtx(name) if used else torch.profiler.record_function(name)
 
     @property
     def has_modes(self) -> bool:
@@ -184,11 +178,14 @@ class TorchReplica(Replica[torch.Tensor]):
         if self.uncounted is not None:
             return self.uncounted
         self.named.reshard()
-        for kind, name, tensor, signature in self._signatures:
-            if _signature(tensor) != signature:
-                then, now = _describe(*signature), _describe(*_signature(tensor))
-                return f"{kind} {name!r} was {then} at construction and is {now} now"
-        return None
+        signatures = _signatures(self._fixed)
+        if signatures == self._signatures:
+            return None
+        return next(
+            f"{kind} {name!r} was {_describe(*then)} at construction and is {_describe(*now)} now"
+            for (kind, name, _), then, now in zip(self._fixed, self._signatures, signatures, strict=True)
+            if then != now
+        )
 
     def changes(self) -> str | None:
         """Return what has changed in the set of parameters and exchanged buffers since construction, or None."""
@@ -441,6 +438,12 @@ class TorchReplica(Replica[torch.Tensor]):
         return torch.empty(bucket.size, dtype=dtype, device=device)
 
 
+@contextmanager
+def _range_with_nvtx(name: str) -> Iterator[None]:
+    with torch.profiler.record_function(name), torch.cuda.nvtx.range(name):
+        yield
+
+
 def _chunks(tensors: Sequence[torch.Tensor], nbytes: int) -> list[slice]:
     """Return slices of a list of tensors, each of at most ``nbytes`` bytes, or of a single tensor."""
     starts, filled = [0], 0
@@ -468,8 +471,10 @@ def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _signature(parameter: torch.Tensor) -> tuple[torch.dtype, torch.Size, torch.device, bool]:
-    return parameter.dtype, parameter.shape, parameter.device, parameter.is_conj()
+def _signatures(
+    named: Sequence[tuple[str, str, torch.Tensor]],
+) -> list[tuple[torch.dtype, torch.Size, torch.device, bool]]:
+    return [(tensor.dtype, tensor.shape, tensor.device, tensor.is_conj()) for _, _, tensor in named]
 
 
 def _describe(dtype: torch.dtype, shape: torch.Size, device: torch.device, conj: bool) -> str:

@@ -105,5 +105,10 @@ def require_whole(sharded: Mapping[str, Any], between_islands: bool) -> None:
 def reshard(modules: Iterable[Any]) -> None:
     """Reshard modules of ``fully_shard()``, and free the parameters that a forward pass has gathered."""
     for module in modules:
-        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+        if gathers(module):
             module.reshard()
+
+
+def gathers(module: object) -> bool:
+    """Return whether a module has ``fully_shard()``, which gathers its parameters for forward passes."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)

@@ -34,7 +34,7 @@ class TensorStore(PackedStore[torch.Tensor]):
         """Pack the tensors of a bucket into ``out``, or into a new vector."""
         with torch.no_grad():
             views = self._flat_views(bucket)
-            if views is None or any(view.dtype != views[0].dtype for view in views):
+            if views is None or len({view.dtype for view in views}) > 1:
                 return super().read(bucket, out)
             return torch.cat(views, out=self._empty(bucket) if out is None else out)
 
@@ -52,7 +52,7 @@ class TensorStore(PackedStore[torch.Tensor]):
 
         Views are cached as long as the tensors stay in place.
         """
-        tensors = [self._tensor(piece.tensor) for piece in bucket.pieces]
+        tensors = self._held([self._tensors[piece.tensor] for piece in bucket.pieces])
         if not tensors or not all(map(torch.Tensor.is_contiguous, tensors)):
             return None
         places = list(map(torch.Tensor.data_ptr, tensors))
@@ -62,18 +62,25 @@ class TensorStore(PackedStore[torch.Tensor]):
             self._views[key] = places, [t.detach().view(-1)[piece.start : piece.stop] for piece, t in pieces]
         return self._views[key][1]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors, or this rank's shards."""
+        return self._held(list(self._tensors))
+
     def _tensor(self, index: int) -> torch.Tensor:
-        """Return a tensor, or this rank's shard of it, which FSDP may move."""
-        tensor: torch.Tensor = self._tensors[index]
-        return shard_of(tensor) if self._any_sharded else tensor
+        """Return a tensor, or this rank's shard of it."""
+        return self._held([self._tensors[index]])[0]
+
+    def _held(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return tensors, or this rank's shards of them, which FSDP may move."""
+        return list(map(shard_of, tensors)) if self._any_sharded else tensors
 
 
 class ComplexTensorStore(TensorStore):
     """Tensors of the model, of which complex ones are read and written as pairs of reals."""
 
-    def _tensor(self, index: int) -> torch.Tensor:
-        """Return a tensor; of a complex one, its memory as reals, wherever it is now."""
-        return as_real(super()._tensor(index))
+    def _held(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return tensors; of a complex one, its memory as reals, wherever it is now."""
+        return list(map(as_real, super()._held(tensors)))
 
 
 class OffloadedStore(FlatStore[torch.Tensor]):

@@ -44,6 +44,10 @@ class Store(Protocol[V]):
         """Return the tensors as they were passed; :meth:`tensors` has complex ones as pairs of reals."""
         return self.tensors()
 
+    def memory(self) -> list[Any]:
+        """Return all values in as few tensors as possible; views."""
+        return self.tensors()
+
 
 rename_members(Store, away="offloaded")
 
@@ -90,6 +94,10 @@ class FlatStore(Store[V]):
     def tensors(self) -> list[Any]:
         """Return a view per tensor, in the tensor's own shape."""
         return list(self._views)
+
+    def memory(self) -> list[Any]:
+        """Return the flat array of every arena."""
+        return list(self._arenas.values())
 
 
 class PackedStore(Store[V]):

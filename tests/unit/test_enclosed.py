@@ -138,6 +138,51 @@ def test_large_messages_travel_by_themselves() -> None:
         assert len(names) == 2
 
 
+class Cumulative(hvdp.Averaging):
+    """Averaging whose messages change a vector that the next message reads."""
+
+    def init_worker(self, space: Any, x: Any) -> dict[str, Any]:
+        """Return the number of messages."""
+        return {"count": space.zeros_like(x)}
+
+    def message(self, space: Any, x: Any, worker: Any, center: Any, exchange: Any, out: Any = None) -> Any:
+        """Return the displacement, larger from message to message."""
+        count = worker["count"]
+        count += 1
+        return (x - center) * count, {"count": count}
+
+
+@pytest.mark.parametrize(
+    ("made", "messages"),
+    [(hvdp.Averaging, 1), (lambda: hvdp.EASGD(0.2), 1), (hvdp.AGN, 1), (hvdp.DiLoCo, 1), (Cumulative, 2)],
+    ids=["averaging", "easgd", "agn", "diloco", "cumulative"],
+)
+def test_a_message_that_changes_nothing_is_formed_once(
+    made: Callable[[], Any], messages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that changes vectors of its worker once more, when all ranks are known to exchange."""
+    formed: list[int] = []
+
+    def train(communicator: Any, limit_bytes: int) -> list[float]:
+        communicator.piggyback_limit_bytes = limit_bytes
+        model = torch.nn.Linear(2, 2, bias=False)
+        model.weight.data.fill_(1.0)
+        local = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvdp.PeriodicOptimizer(local, model, made(), 2, process_set=communicator)
+        for step in range(6):
+            model.weight.grad = torch.full((2, 2), float(step + communicator.rank))
+            optimizer.step()
+        return list(model.weight.flatten().tolist())
+
+    kind = type(made())
+    message = kind.message
+    noting = lambda self, *a, **k: formed.append(1) or message(self, *a, **k)  # noqa: E731
+    apart = run_ranks(2, lambda communicator: train(communicator, 0))
+    monkeypatch.setattr(kind, "message", noting)
+    assert run_ranks(2, lambda communicator: train(communicator, 2**20)) == apart
+    assert len(formed) == 2 * 3 * messages
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_an_error_of_one_rank_leaves_all_as_they_were(algorithm: str) -> None:
     """Its message is formed before the others hear of it: nothing has changed then."""

@@ -210,6 +210,19 @@ def test_a_tensor_of_an_array(shift: int) -> None:
     assert np.array_equal(as_tensor(array), array)
 
 
+@pytest.mark.parametrize("dtype", ["bool", "int64", "float16", "float32", "complex64"])
+def test_an_array_that_cannot_be_shared_is_copied_once(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into aligned memory: TensorFlow would copy a constant in other memory a second time."""
+    array = np.ones((50, 20), dtype)
+    array.flags.writeable = False
+    monkeypatch.setattr(tf, "constant", None)
+    tensor = as_tensor(array)
+    assert (tensor.dtype.name, tensor.shape.as_list()) == (dtype, [50, 20])
+    assert np.array_equal(tensor, array)
+    assert not np.shares_memory(np.asarray(tensor), array)
+    assert np.asarray(tensor).ctypes.data % 64 == 0
+
+
 def test_an_array_of_a_tensor() -> None:
     array = as_array(tf.range(5) + 1)
     array[0] = 7
