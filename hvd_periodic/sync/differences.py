@@ -39,7 +39,8 @@ class Differences(Generic[V]):
         """Compare digests of the weights, 32 bytes per rank if all are equal; the root warns. Collective."""
         communicator, name = self._membership.communicator, f"{self._membership.name}.unexchanged"
         own = self.own()
-        if len(set(communicator.allgather_object(hashlib.sha256(own).digest(), name))) > 1:
+        digest = hashlib.sha256(b"".join(digest for _, digest in _rows(own))).digest()  # Names may differ.
+        if len(set(communicator.allgather_object(digest, name))) > 1:
             self.name(dict(enumerate(communicator.allgather_object(own, f"{name}.weights"))))
 
     def own(self) -> bytes:

@@ -136,7 +136,7 @@ def test_a_rank_that_ends_without_finalize_is_not_compared(
         model, optimizer = made(communicator, **options)
         train(model, optimizer)
         optimizer.synchronizer.audit()
-        change(model, communicator.rank)
+        change(model, 1 + communicator.rank)
         if communicator.rank < 2:
             optimizer.finalize()
         worker = optimizer.synchronizer.exchanger.worker
@@ -240,3 +240,25 @@ def test_weights_that_some_ranks_do_not_have_are_left_out(caplog: pytest.LogCapt
     run_ranks(3, work)
     assert caplog.text.count("differs between ranks: ") == 1
     assert "Weight 'queue', which no exchange touches, differs between ranks: ranks 1 and 2 from rank 0." in caplog.text
+
+
+def test_names_that_differ_alone_cost_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """As those of Keras, which numbers layers; values are compared by position."""
+
+    def work(communicator: Communicator) -> list[str]:
+        sent, gather = list[str](), communicator.allgather_object
+        for queue in (b"1", bytes([communicator.rank])):
+            replica: Any = Mock(
+                digests=lambda queue=queue: {f"teacher_{communicator.rank}": b"1", f"queue_{communicator.rank}": queue},
+                advice_on_difference=str,
+            )
+            with patch.object(
+                communicator, "allgather_object", lambda value, name: sent.append(name) or gather(value, name)
+            ):
+                Differences(replica, Membership(communicator, 0, "model.1")).compare()
+        return sent
+
+    for sent in run_ranks(2, work):
+        assert sent == ["model.1.unexchanged"] * 2 + ["model.1.unexchanged.weights"]
+    assert caplog.text.count("differs between ranks: ") == 1
+    assert "Weight 'queue_0', which no exchange touches, differs between ranks: rank 1 from rank 0." in caplog.text
