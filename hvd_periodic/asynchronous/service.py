@@ -27,7 +27,7 @@ REQUEST, ANSWER, _STATE_BYTES, _PAYLOAD = 0, 1, 2, 8
 """Tags of a request, of its answer, and of an optimizer's state; the tag of bucket i is ``_PAYLOAD + 2 i``, the tag of
 its reply one more."""
 
-_BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE, _RATES, _TAKE, _GATHER = range(9)
+_BEGIN, _READ, _WRITE, _STATE, _LOAD, _PRESENCE, _RATES, _TAKE, _GATHER, _POST = range(10)
 """Requests, of six 64-bit integers: operation, bucket or holder, gradients, workers, and as float64 period and speed.
 
 ``_BEGIN`` describes the exchange of the payloads to follow; the first holder answers with the staleness of the push and
@@ -35,7 +35,8 @@ the relative speed of the worker, as float64.
 Before it come ``_PRESENCE`` if the worker may be absent for some tensors, then its presence; and ``_RATES`` if the
 algorithm uses the worker's learning rates, then a float64 for every tensor of the first part. The answer to ``_STATE``
 is the number of bytes of the state, then the state; in ``_LOAD``, that number is in place of the bucket. ``_GATHER``
-has a group in place of the bucket, and the grace in that of the period; the answer is the ledger's, as float64."""
+has a group in place of the bucket, and the grace in that of the period; the answer is the ledger's, as float64.
+``_POST`` has a number of bytes in place of the bucket: those that the worker posts, after the number of the call."""
 
 _PAUSE = 0.05
 """Seconds between two polls for messages while the service is paused."""
@@ -171,6 +172,21 @@ class ServiceTransport(Transport):
                 self._requests.send(data, holder, _STATE_BYTES).wait()
                 self._answer(holder)
 
+    def post(self, call: int, data: bytes, reader: int) -> bool:
+        """Send some bytes to one holder, which keeps them for itself; wait until it has them."""
+        if reader == self._rank:
+            self._own.post(self._rank, call, data)
+        else:
+            message = np.frombuffer(call.to_bytes(8, "little") + data, np.uint8)
+            self._request(reader, _POST, message.size)
+            self._requests.send(message, reader, ANSWER).wait()
+            self._answer(reader)
+        return True
+
+    def posted(self, call: int) -> dict[int, bytes]:
+        """Return what workers have posted to this rank in a call."""
+        return {} if self._service is None else self._service.posted(call)
+
     def optimizer_state(self) -> Any:
         """Ask every holder for the optimizer state of its share."""
         states = []
@@ -302,6 +318,7 @@ class Service:
         self._exchanges: dict[int, Exchange] = {}
         self._presence: dict[int, Mapping[str, float | None]] = {}
         self._rates: dict[int, list[float]] = {}
+        self._posted: dict[int, tuple[int, bytes]] = {}
         self._sending: list[tuple[Request, np.ndarray]] = []
         self._coming: dict[int, tuple[list[Request], Callable[[], None]]] = {}
         """By worker: messages that belong together, and what is done with them."""
@@ -332,6 +349,16 @@ class Service:
         """As :meth:`.Ledger.gather`."""
         with self._lock:
             return self._center.ledger.gather(group, time.monotonic(), grace)
+
+    def post(self, worker: int, call: int, data: bytes) -> None:
+        """Keep what a worker shows in a call."""
+        with self._lock:
+            self._posted[worker] = call, data
+
+    def posted(self, call: int) -> dict[int, bytes]:
+        """Return what workers have shown in a call."""
+        with self._lock:
+            return {worker: data for worker, (of_call, data) in self._posted.items() if of_call == call}
 
     def transact(self, index: int, payload: np.ndarray, worker: int) -> np.ndarray:
         """Run one transaction of a worker."""
@@ -500,6 +527,14 @@ class Service:
                 self._rates[source] = of_tensors.tolist()
 
             self._coming[source] = [self._requests.receive(of_tensors, source, ANSWER)], note_rates
+        elif operation == _POST:
+            message = np.empty(index, np.uint8)
+
+            def note_post() -> None:
+                self.post(source, int.from_bytes(message[:8].tobytes(), "little"), message[8:].tobytes())
+                self._send(np.zeros(1, np.int64), source, ANSWER)
+
+            self._coming[source] = [self._requests.receive(message, source, ANSWER)], note_post
         elif operation == _LOAD:
             data = self._states.allocate(index)
             self._requests.receive(data, source, _STATE_BYTES).wait()

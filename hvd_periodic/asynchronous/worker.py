@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange
+from hvd_periodic.asynchronous.board import Board, BoardInMemory
 from hvd_periodic.asynchronous.center_file import CenterFile
 from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors, numbered
 from hvd_periodic.asynchronous.hub import HubTransport
@@ -138,6 +139,8 @@ class Worker:
         self._lost: list[int] = []
         self._parts, self._sharded, self.use_locking = list(parts), sharded, use_locking
         self._transport: Transport | None = None
+        self._shared_board: BoardInMemory | None = None
+        self._calls = 0
         self._final: list[np.ndarray] | None = None
         self.interrupted = False
         self.on_pull: Callable[[TensorGroup[Any], Bucket, Any, Exchange], None] | None = None
@@ -194,15 +197,24 @@ class Worker:
             center = self._center_in_file(everywhere=True)
             allocate = self.communicator.shared_memory
             worker = self.communicator.rank, self.communicator.size
+            transport: Transport
             if self._quorum is not None:
-                return RoundsInMemory(
+                transport = RoundsInMemory(
                     *(allocate, self._parts, self.communicator.global_ranks, worker[0], self.membership.root),
                     optimizer=self._outer,
                     shapes=self._shapes,
                     rounds=self._rounds(self._quorum, time.monotonic),
                     dead_ranks=self.communicator.dead_ranks,
                 )
-            return MemoryTransport(allocate, self._parts, worker, self._outer, self._shapes, self.use_locking, center)
+            else:
+                outer, shapes = self._outer, self._shapes
+                transport = MemoryTransport(allocate, self._parts, worker, outer, shapes, self.use_locking, center)
+            try:
+                self._shared_board = BoardInMemory(allocate, *worker)
+            except NoSharedMemoryError:
+                transport.close()
+                raise
+            return transport
         except NoSharedMemoryError as error:
             if _requested_transport() == "window":
                 raise RuntimeError(
@@ -572,21 +584,62 @@ class Worker:
         ledger.load(state.get("pushes") or {}, taking)
         yield ledger.memory
 
-    def finish(self) -> None:
-        """Wait until all workers are done, and keep the final center; collective."""
+    def finish(self, posted: bytes = b"") -> dict[int, bytes]:
+        """Wait until all workers are done, and keep the final center; collective.
+
+        Args:
+            posted: what this worker shows to the others.
+
+        Returns:
+            what workers show that have come as well; on the root, or on all ranks.
+        """
         self._publish_file()
         with self.communicator.tracker.at("finalize() of asynchronous exchange"):
+            self._post(posted)
             self.wait_for_all(Purpose.LEAVE)
             self._log_dead_ranks()
+            found = self._board.posted(self._calls + 1)
             self._final = [self.transport.read(index) for index in range(len(self._places) + 1)]
             if self._hands_out(self._parts[0].algorithm):  # All take the center now, see Asynchronous.leave().
                 self.transport.take()
                 self._ledger(self._final[-1]).take(range(self.communicator.size))
             self.communicator.idle_barrier(self._id_of(Purpose.LEAVE))
+            self._calls += 1
         if self._file is not None:
             self.transport.show()
             self._file.release()
         self.transport.pause()
+        return found
+
+    def audit(self, posted: bytes) -> dict[int, bytes]:
+        """Show something to the others, and return what they show, as :meth:`finish` does; training goes on."""
+        callers = self.communicator.idle_callers
+        for each in callers:
+            each.apart(True)
+        try:
+            with self.communicator.tracker.at("audit()", idle=False):
+                self._post(posted)
+                self.wait_for_all(Purpose.AUDIT)
+                found = self._board.posted(self._calls + 1)
+                self.communicator.idle_barrier(self._id_of(Purpose.AUDIT))  # Nobody posts more before all have read.
+                self._calls += 1
+        finally:
+            for each in callers:
+                each.apart(False)
+        return found
+
+    def _post(self, data: bytes) -> None:
+        if not self._board.post(self._calls + 1, data, self.membership.root):
+            self.membership.log.warning(
+                "No shared memory for digests of %d bytes: what no exchange touches is not compared with that of rank "
+                "%d",
+                len(data),
+                self.membership.global_rank,
+            )
+
+    @property
+    def _board(self) -> Board:
+        return self._shared_board or cast(ServiceTransport, self.transport)
 
     def final(self, index: int) -> np.ndarray:
         """Return a bucket of the final center, after :meth:`finish`."""
@@ -651,6 +704,8 @@ class Worker:
             self.communicator.idle_barrier(self._id_of(Purpose.LEAVE))
         if not self.communicator.dead_ranks():
             self.transport.close()
+            if self._shared_board is not None:
+                self._shared_board.close()
 
     def _log_dead_ranks(self) -> None:
         lost = self.communicator.dead_ranks()

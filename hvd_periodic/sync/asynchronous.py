@@ -162,8 +162,19 @@ class Asynchronous(Exchanger[V]):
             raise RuntimeError(uncounted)
         if counters.local_steps > counters.last_exchange:
             self.exchange(leaving=True)
-        self.worker.finish()
+        self.finish()
         self.worker.take(list(self.tensor_groups))
+
+    def finish(self) -> None:
+        """Sleep until all ranks have come, and compare what no exchange touches with those that live."""
+        differences = self.context.differences
+        differences.name(self.worker.finish(differences.own()))
+
+    def audit(self) -> None:
+        """Compare what no exchange touches, once all ranks have come: there is one center."""
+        self.check_alive()
+        differences = self.context.differences
+        differences.name(self.worker.audit(differences.own()))
 
     def optimizer_state(self) -> Any:
         """Return the state of the center's optimizer, read through the transport."""

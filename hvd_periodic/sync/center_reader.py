@@ -85,15 +85,6 @@ class CenterReader(Generic[V]):
                 self._settle()
             return found
 
-    def audit(self) -> None:
-        """Check on all ranks that their centers are bitwise equal, and compare other weights; not asynchronously."""
-        if not self._exchanger.steps_agree:
-            return
-        self._exchanger.context.handshake.check_same_call(Purpose.AUDIT)
-        self._exchanger.wait_and_update_centers()
-        self._exchanger.tensor_groups.audit()
-        self._exchanger.context.differences.compare()
-
     def get_ready(self, begin: Callable[[], object]) -> None:
         """Prepare to read the center; if reading is collective, ``begin`` training first."""
         if self._exchanger.reads_together:

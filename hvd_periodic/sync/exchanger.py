@@ -15,7 +15,7 @@ from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.norm_bounds import NormBounds
 from hvd_periodic.comm.agreement import agree, build_on_all
-from hvd_periodic.comm.handshake import Record
+from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.journal import Journal
 from hvd_periodic.local_state.base import LocalState
@@ -203,6 +203,13 @@ class Exchanger(ABC, Generic[V]):
 
     def wait_and_update_centers(self) -> None:
         """Wait for the exchange in flight and update the centers."""
+
+    def audit(self) -> None:
+        """Check on all ranks that their centers are bitwise equal, and compare what no exchange touches; collective."""
+        self.context.handshake.check_same_call(Purpose.AUDIT)
+        self.wait_and_update_centers()
+        self.tensor_groups.audit()
+        self.context.differences.compare()
 
     def in_flight(self) -> Any:
         """Return the state of the exchange in flight for a checkpoint; None if there is none."""

@@ -217,7 +217,7 @@ class WithQuorum(Asynchronous[V]):
             self.worker.wait_for_all(Purpose.LEAVE)  # All ranks learn of it.
             raise
         self.context.membership.communicator.give_up(self._meeting.round.given_up)
-        self.worker.finish()
+        self.finish()
         self.worker.take(list(self.tensor_groups))
 
 

@@ -528,12 +528,13 @@ class ReplicaSynchronizer(Generic[V]):
     def audit(self) -> None:
         """Check that all ranks hold the same center, bit by bit, and compare the weights that no exchange touches.
 
-        Collective. Of weights that differ, the root warns, once for each.
+        Collective. Of weights that differ, the root warns, once for each. In asynchronous training and with a quorum
+        there is one center, and ranks compare these weights only, without the ranks that have died.
 
         Raises:
             RuntimeError: centers differ, the message names the ranks; or other ranks are in another call.
         """
-        self.center_reader.audit()
+        self.exchanger.audit()
         self.membership.communicator.settle()
 
     def restart_center(self) -> Any:

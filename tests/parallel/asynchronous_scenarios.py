@@ -36,7 +36,7 @@ from tests.counting import CountsInGroup
 from tests.delayed_oracle import followed
 from tests.helpers import random_arrays
 from tests.parallel import left_out_in_turn as in_turn_of
-from tests.parallel.program import NotApplicableError, Scenarios, attempt, repeated
+from tests.parallel.program import NotApplicableError, Scenarios, attempt, log, repeated
 from tests.parallel.stopped_inside import pushes
 from tests.parallel.torch_job import hvd
 
@@ -390,13 +390,34 @@ def apart(mode: str) -> Any:
     last = hvd.rank() == hvd.size() - 1
     calls: dict[str, Callable[[], object]] = {
         "adopt": lambda: optimizer.adopt(model),
+        "audit": optimizer.synchronizer.audit,
         "finalize": optimizer.finalize,
         "save": lambda: hvdp.save(Path(sys.argv[1]) / "apart", model, optimizer),
     }
-    pairs = ("adopt", "finalize"), ("adopt", "save"), ("save", "adopt"), ("save", "finalize")
+    pairs = ("adopt", "finalize"), ("adopt", "save"), ("save", "adopt"), ("save", "finalize"), ("audit", "finalize")
     found = {f"{one}, {others}": attempt(calls[one if last else others]) for one, others in pairs}
     optimizer.finalize()
     return found
+
+
+@on_all(transports)
+def unexchanged(mode: str) -> Any:
+    """A frozen weight and a buffer that differ, which ranks compare in an audit, and then others at the end."""
+    model = torch.nn.BatchNorm1d(2)
+    for name in ("teacher", "queue"):
+        model.register_buffer(name, torch.zeros(3))
+    model.weight.requires_grad_(False)
+    with transport(mode), log() as lines:
+        inner = torch.optim.SGD([model.bias], lr=1.0)
+        optimizer = hvdp.ElasticAverageOptimizer(inner, model, 1, 0.25, asynchronous=True)
+        for changed, compare in ((model.weight, optimizer.synchronizer.audit), (model.queue, optimizer.finalize)):
+            model.bias.grad = torch.ones(2)
+            optimizer.step()
+            with torch.no_grad():
+                changed += hvd.rank()
+            for _ in range(2):
+                compare()
+    return [line[line.index("Weight") :].split(". ")[0] for line in lines if "differs" in line]
 
 
 @on_one(transports, "service")

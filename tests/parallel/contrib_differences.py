@@ -50,6 +50,7 @@ class Script:
             self.train = self.optimizer.minimize(tf.reduce_sum(w), step, [w])
             self.differ = tf.group(*(v.assign_add(tf.ones_like(v) * hvd.rank()) for v in differing))
             self.audit = self.optimizer.get_audit_op()
+            self.final = self.optimizer.get_final_op() if "asynchronous" in options else tf.no_op()
             self.initialize = tf.group(tf.global_variables_initializer(), tf.local_variables_initializer())
             self.start = self.optimizer.get_init_op() if with_getter else hvd.broadcast_global_variables(0)
             self.saver = tf.train.Saver()
@@ -69,7 +70,7 @@ def at_audits(script: Script) -> None:
 
 
 def in_an_audit(script: Script) -> None:
-    script.session(script.start, script.train, script.differ, script.audit, script.audit)
+    script.session(script.start, script.train, script.differ, script.audit, script.audit, script.final)
 
 
 def at_the_end(script: Script) -> None:
@@ -87,6 +88,7 @@ def at_the_start(script: Script) -> None:
     session = script.session(script.train if script.optimizer._without_getter else script.start, script.differ)
     if not script.optimizer._without_getter:
         session.run(script.start)
+        session.run(script.final)
         return
     with tempfile.TemporaryDirectory() as folder:
         path = script.saver.save(session, f"{folder}/{hvd.rank()}")
@@ -101,6 +103,9 @@ CASES: dict[str, tuple[Callable[[Script], None], dict[str, Any]]] = {
     "the end": (at_the_end, {}),
     "the start": (at_the_start, {}),
     "no audit": (at_audits, {}),
+    "get_audit_op(), asynchronous": (in_an_audit, {"asynchronous": True}),
+    "the end, asynchronous": (at_the_end, {"asynchronous": True}),
+    "the start, asynchronous": (at_the_start, {"asynchronous": True}),
 }
 
 
@@ -109,7 +114,7 @@ def variables_that_differ() -> Any:
     """What the log says where ranks compare, with a getter and without."""
     found = {}
     for case, (run, options) in CASES.items():
-        for with_getter in (True, False):
+        for with_getter in (True, False)[: 1 if options.get("asynchronous") else 2]:
             with log() as lines:
                 run(Script(with_getter, **options))
             found[f"{case} {with_getter}"] = lines

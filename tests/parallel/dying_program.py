@@ -85,12 +85,14 @@ def of_torch(folder: Path, more: dict[str, Any]) -> tuple[Any, np.ndarray, Any, 
 
         hvd.init()
     parameter = torch.nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
-    model, inner = torch.nn.ParameterDict({"x": parameter}), torch.optim.SGD([parameter], lr=1.0)
+    frozen = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+    model, inner = torch.nn.ParameterDict({"x": parameter, "frozen": frozen}), torch.optim.SGD([parameter], lr=1.0)
     optimizer = hvdp.ElasticAverageOptimizer(inner, model, 1, RATE, asynchronous=True, **more)
 
     def step(gradient: np.ndarray) -> None:
         parameter.grad = torch.from_numpy(gradient)
         optimizer.step()
+        frozen.fill_(optimizer.synchronizer.membership.global_rank)
 
     return optimizer, parameter.detach().numpy(), step, model
 

@@ -25,7 +25,10 @@ pytestmark = pytest.mark.timeout(200)
 
 PROGRAM = "asynchronous_scenarios"
 MODES = ("window", "service", "sharded")
-OF_LIBRARY = ("descriptions", "messages", "conservation", "elastic_in_turn", "stopped_inside", "refused", "apart")
+OF_LIBRARY = (
+    *("descriptions", "messages", "conservation", "elastic_in_turn", "stopped_inside", "refused", "apart"),
+    "unexchanged",
+)
 """What ranks do to reach each other."""
 
 ON_HOSTS = ("descriptions", "conservation", "elastic_in_turn", "bounded_in_turn")
@@ -277,9 +280,19 @@ def test_messages_are_bounded(ranks: Reports) -> None:
 def test_ranks_in_different_calls(ranks: Reports, mode: str) -> None:
     for errors in of_mode(ranks, "apart", mode) if len(ranks) > 1 else ():
         for pair, error in errors.items():
-            one, other = sorted(pair.split(", "), key=["finalize", "adopt", "save"].index)
+            one, other = sorted(pair.split(", "), key=["finalize", "audit", "adopt", "save"].index)
             calls = rf"{one}\(\) of optimizer (\d+); {other}\(\) of optimizer \1\."
             assert re.match(rf"DifferentCallsError: Ranks are in different calls: {calls}", error), (pair, error)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_no_exchange_touches_is_compared(ranks: Reports, mode: str) -> None:
+    """The root names each once."""
+    others = {1: None, 2: "rank 1", 3: "ranks 1 and 2"}[len(ranks)]
+    text = "Weight {!r}, which no exchange touches, differs between ranks: {} from rank 0"
+    first, *rest = of_mode(ranks, "unexchanged", mode)
+    assert first == ([text.format(name, others) for name in ("weight", "queue")] if others else [])
+    assert not any(rest)
 
 
 def test_staleness(ranks: Reports) -> None:

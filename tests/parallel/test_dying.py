@@ -45,6 +45,13 @@ def job(
     return done.returncode, done.stdout, reports
 
 
+def check_compared(living: list[int], outputs: str) -> None:
+    """The first of those who live names a frozen parameter that differs between them."""
+    text = f"differs between ranks: rank {living[1]} from rank {living[0]}. "
+    assert outputs.count("differs between ranks: ") == 1, outputs
+    assert f"Weight 'frozen', which no exchange touches, {text}" in outputs, outputs
+
+
 @pytest.mark.parametrize(
     ("algorithm", "victim", "where"),
     [
@@ -72,6 +79,8 @@ def test_the_others_go_on(algorithm: str, victim: int, where: str, tmp_path: Pat
     assert centers[0] == centers[1]
     assert all(0 < end < 1e6 for end in centers[0])
     assert [reports[rank]["lost"] for rank in living] == [[victim]] * 2
+    if algorithm == "torch":
+        check_compared(living, output)
     if algorithm == "agn":
         steps = sum(reports[rank]["steps"] * (1 + rank) for rank in living) + (KILLED_AT - 1) * (1 + victim)
         for report in (reports[rank] for rank in living):
@@ -130,6 +139,7 @@ def test_the_others_go_on_without_mpi(victim: int, where: str, transport: str, t
         assert f"Rank {victim} died: the center keeps earlier pushes, and the other ranks continue" in outputs[rank]
         assert reports[rank]["lost"] == [victim]
         assert reports[rank]["center"] == reports[living[0]]["center"]
+    check_compared(living, "".join(outputs))
     for end in range(2):
         pulled = sum(report["steps"] * (1 + rank) - report["x"][end] for rank, report in reports.items())
         assert reports[living[0]]["center"][end] == pytest.approx(pulled, rel=1e-9)

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.parallel.launch import run_scenarios
-from tests.parallel.program import Scenarios, attempt, column, in_the_middle_of_a_push, stop_until
+from tests.parallel.program import Scenarios, attempt, column, in_the_middle_of_a_push, log, stop_until
 from tests.parallel.tiers import thorough
 from tests.unit.test_quorum import ADOPTED, CURVATURE, MINIMUM, PERIOD, RATE, SETS, TABLE, check_adopted
 
@@ -118,8 +118,8 @@ def folder_of(name: str) -> Path:
 def slow() -> Any:
     """One rank ten times slower; then the same sets once more, without waiting."""
     seen, sets = [], None
-    for log in ("slow", "again"):
-        x, optimizer = quadratic(hvdp.DiLoCo(), grace_seconds=0.05, run_log=folder_of(log))
+    for name in ("slow", "again"):
+        x, optimizer = quadratic(hvdp.DiLoCo(), grace_seconds=0.05, run_log=folder_of(name))
         if sets is not None:
             optimizer.synchronizer.exchanger.replay(sets)
         hvd.allgather_object(None)
@@ -128,7 +128,7 @@ def slow() -> Any:
         optimizer.finalize()
         hvd.allgather_object(None)
         lines = [
-            line for rank in read_run_log(folder_of(log)).values() for line in rank if line["event"] == "exchanged"
+            line for rank in read_run_log(folder_of(name)).values() for line in rank if line["event"] == "exchanged"
         ]
         found = {line["number"]: line["members"] for line in lines}
         sets = [found[number] for number in range(1, len(found) + 1)]
@@ -277,6 +277,37 @@ def test_saves_beside_finalize(ranks: list[dict[str, Any]]) -> None:
     for error in column(ranks, "saves_beside_finalize"):
         calls = r"finalize\(\) of optimizer (\d+); save\(\) of optimizer \1\."
         assert re.match(rf"DifferentCallsError: Ranks are in different calls: {calls}", error), error
+
+
+@scenario
+def unexchanged() -> Any:
+    """A buffer that differs on the last rank, which ranks compare in an audit and at the end; rank 1 trains on before.
+
+    Before that, the first rank is at its end while the last one audits.
+    """
+    model = torch.nn.BatchNorm1d(1)
+    model.register_buffer("queue", torch.zeros(3))
+    last = hvd.rank() == hvd.size() - 1
+    with log() as lines:
+        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        optimizer = hvdp.PeriodicOptimizer(inner, model, hvdp.DiLoCo(), 1, quorum=2)
+        for _ in range(2 if hvd.rank() == 1 else 1):
+            model(torch.ones(2, 1)).sum().backward()
+            optimizer.step()
+        error = attempt(optimizer.synchronizer.audit if last else optimizer.finalize)
+        model.queue += last
+        optimizer.synchronizer.audit()
+        optimizer.finalize()
+    return error, [line[line.index("Weight") :].split(". ")[0] for line in lines if "differs" in line]
+
+
+def test_what_no_exchange_touches_is_compared(ranks: list[dict[str, Any]]) -> None:
+    (_, first), *rest = found = column(ranks, "unexchanged")
+    text = f"differs between ranks: rank {len(ranks) - 1} from rank 0"
+    assert first == [f"Weight 'queue', which no exchange touches, {text}"]
+    assert not any(lines for _, lines in rest)
+    for error, _ in found:
+        assert re.match(r"DifferentCallsError: Ranks are in different calls: finalize.*; audit\(\) of", error), error
 
 
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hvd_periodic.ranks import named
 from tests.conftest import PATIENCE
 from tests.parallel.launch import MPIRUN, ROOT, environment, python
 from tests.parallel.tiers import thorough
@@ -63,6 +64,9 @@ def test_the_others_end_with_the_center(where: str, transport: str, victim: int,
             assert "adopt() is not available after ranks have died" in (tmp_path / f"{rank}.error").read_text()
     else:
         assert f"Rank {victim} has died or been given up: rounds close without it" in done.stdout
+    first, *others = sorted({*range(size)} - (set() if where == "adopting" else {victim}))
+    text = f"Weight 'frozen', which no exchange touches, differs between ranks: {named(others)} from rank {first}. "
+    assert done.stdout.count(text) == done.stdout.count("differs between ranks: ") == 1, done.stdout
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size) if rank != victim]
     for own, center, rounds in reports:
         assert own == center == reports[0][1]

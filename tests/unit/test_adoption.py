@@ -514,7 +514,7 @@ def test_it_is_refused_once_a_rank_has_died(knowing: set[int], kind: dict[str, A
 @pytest.mark.parametrize("kind", [{"asynchronous": True}, {"quorum": 2, "grace_seconds": 0.0}], ids=str)
 def test_ranks_in_another_call_are_an_error_everywhere(kind: dict[str, Any], alone: set[int], elsewhere: str) -> None:
     """They finalize again, or first train on, and wait for nobody in this; then all make the same calls again."""
-    called = f"{elsewhere}()" if elsewhere in ("save", "broadcast") else "finalize()"
+    called = f"{elsewhere}()" if elsewhere in ("audit", "save", "broadcast") else "finalize()"
 
     def job(comm: Communicator) -> str:
         model = started()
@@ -536,7 +536,7 @@ def test_ranks_in_another_call_are_an_error_everywhere(kind: dict[str, Any], alo
         return str(caught.value)
 
     calls = [f"{called} of optimizer 1", "adopt() of optimizer 1"]
-    calls = "; ".join(calls if called == "finalize()" else calls[::-1])
+    calls = "; ".join(calls if called in ("audit()", "finalize()") else calls[::-1])
     text = f"Ranks are in different calls: {calls}. All ranks must make the same calls in the same order"
     assert run_ranks(3, job) == [text] * 3
 

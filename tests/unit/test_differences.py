@@ -10,6 +10,8 @@ from unittest.mock import Mock, patch
 import pytest
 
 from hvd_periodic import Communicator, LocalCommunicator
+from hvd_periodic.asynchronous import board
+from hvd_periodic.asynchronous.worker import VARIABLE, _leave
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.sync.differences import Differences
 from tests.helpers import run_ranks
@@ -81,6 +83,86 @@ def test_each_is_named_once(call: str, caplog: pytest.LogCaptureFixture) -> None
     assert caplog.text.count("differs between ranks") == 2
     assert f"{QUEUE}buffers={{'queue0': 'average'}}; to keep each rank's own, 'local'" in caplog.text
     assert f"{TEACHER} on all ranks; or, to keep each rank's own, pass parameters={{'teacher': 'local'}}" in caplog.text
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "asynchronous, memory": ("", {"asynchronous": True}),
+    "asynchronous, a service": ("service", {"asynchronous": True}),
+    "asynchronous, shards": ("service", {"asynchronous": True, "center": "sharded"}),
+    "quorum, memory": ("", {"quorum": 2}),
+    "quorum, a hub": ("service", {"quorum": 2}),
+}
+"""What the environment says of the transport, and options."""
+
+
+@pytest.mark.parametrize("call", ["finalize", "audit"])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_is_named_once_without_a_collective(
+    way: str, call: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the root, which is not rank 0; also what differs only later, and what is equal again is not named."""
+    transport, options = WAYS[way]
+    monkeypatch.setenv(VARIABLE, transport)
+
+    def work(communicator: Communicator) -> None:
+        model, optimizer = made(communicator, 2, root_rank=1, **options)
+        train(model, optimizer, 2 + communicator.rank)
+        change(model, communicator.rank == 2)
+        with torch.no_grad():
+            model.queue1.fill_(communicator.rank)
+        getattr(optimizer.synchronizer, call)()
+        with torch.no_grad():
+            model.queue1.zero_()
+        train(model, optimizer, 3 - communicator.rank)
+        for _ in range(2):
+            optimizer.synchronizer.audit()
+            optimizer.synchronizer.finalize()
+
+    run_ranks(3, work)
+    warnings = sorted(record.getMessage().split(". ")[0] for record in caplog.records if "differs" in record.msg)
+    expected = {"queue0": "rank 2", "queue1": "ranks 1 and 2", "teacher": "rank 2"}
+    text = "Weight {!r}, which no exchange touches, differs between ranks: {} from rank 0"
+    assert warnings == [text.format(*pair) for pair in expected.items()]
+
+
+@pytest.mark.parametrize("way", ["asynchronous, memory", "asynchronous, a service", "quorum, memory", "quorum, a hub"])
+def test_a_rank_that_ends_without_finalize_is_not_compared(
+    way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, options = WAYS[way]
+    monkeypatch.setenv(VARIABLE, transport)
+
+    def work(communicator: Communicator) -> None:
+        model, optimizer = made(communicator, **options)
+        train(model, optimizer)
+        optimizer.synchronizer.audit()
+        change(model, 1 + communicator.rank)
+        if communicator.rank < 2:
+            optimizer.finalize()
+        worker = optimizer.synchronizer.exchanger.worker
+        for _ in _leave(communicator, [worker]):
+            pass
+
+    run_ranks(3, work)
+    assert caplog.text.count("differs between ranks: rank 1 from rank 0. ") == 2
+    assert caplog.text.count("differs between ranks: ") == 2
+
+
+def test_without_memory_for_digests_they_are_not_compared(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(communicator: Communicator) -> None:
+        model, optimizer = made(communicator, asynchronous=True)
+        train(model, optimizer)
+        change(model, communicator.rank)
+        optimizer.finalize()
+
+    monkeypatch.setattr(board, "ROOM", 2 * 48 - 1)
+    run_ranks(2, work)
+    for rank in range(2):
+        text = "No shared memory for digests of 96 bytes: what no exchange touches is not compared with that of rank"
+        assert f"{text} {rank}" in caplog.text
+    assert "differs" not in caplog.text
 
 
 def test_equal_changes_and_those_that_were_asked_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -158,3 +240,25 @@ def test_weights_that_some_ranks_do_not_have_are_left_out(caplog: pytest.LogCapt
     run_ranks(3, work)
     assert caplog.text.count("differs between ranks: ") == 1
     assert "Weight 'queue', which no exchange touches, differs between ranks: ranks 1 and 2 from rank 0." in caplog.text
+
+
+def test_names_that_differ_alone_cost_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """As those of Keras, which numbers layers; values are compared by position."""
+
+    def work(communicator: Communicator) -> list[str]:
+        sent, gather = list[str](), communicator.allgather_object
+        for queue in (b"1", bytes([communicator.rank])):
+            replica: Any = Mock(
+                digests=lambda queue=queue: {f"teacher_{communicator.rank}": b"1", f"queue_{communicator.rank}": queue},
+                advice_on_difference=str,
+            )
+            with patch.object(
+                communicator, "allgather_object", lambda value, name: sent.append(name) or gather(value, name)
+            ):
+                Differences(replica, Membership(communicator, 0, "model.1")).compare()
+        return sent
+
+    for sent in run_ranks(2, work):
+        assert sent == ["model.1.unexchanged"] * 2 + ["model.1.unexchanged.weights"]
+    assert caplog.text.count("differs between ranks: ") == 1
+    assert "Weight 'queue_0', which no exchange touches, differs between ranks: rank 1 from rank 0." in caplog.text

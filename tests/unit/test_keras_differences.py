@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ keras = pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
+from tests.unit.test_keras_adoption import WithPeers  # noqa: E402
 from tests.unit.test_tensorflow_edges import Delegate  # noqa: E402
 
 pytestmark = pytest.mark.timeout(90)
@@ -26,6 +29,18 @@ class Coded(keras.layers.Layer):
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         return inputs
+
+
+def coded(communicator: Communicator, **options: object) -> tuple[keras.Model, Coded, hvdp.ModelAverageOptimizer]:
+    layer = Coded()
+    model = keras.Sequential([keras.Input((2,)), layer, keras.layers.Dense(1)])
+    local = keras.optimizers.SGD(0.1)
+    return model, layer, hvdp.ModelAverageOptimizer(local, model, 2, process_set=WithPeers(communicator), **options)
+
+
+def train(model: keras.Model, optimizer: hvdp.ModelAverageOptimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.apply([tf.ones(v.shape) for v in model.trainable_variables], model.trainable_variables)
 
 
 @pytest.mark.parametrize("call", ["finalize", "audit"])
@@ -53,3 +68,39 @@ def test_each_is_named(buffers: object, named: int, call: str, caplog: pytest.Lo
     assert caplog.text.count("differs between ranks: rank 1 from rank 0. To exchange it, pass buffers={'") == named
     assert ("codes', which no exchange touches" in caplog.text) == (named == 2)
     assert ("bias', which no exchange touches" in caplog.text) == (named > 0)
+
+
+@pytest.mark.parametrize("call", ["finalize", "audit"])
+@pytest.mark.parametrize("options", [{"asynchronous": True}, {"quorum": 2}], ids=str)
+def test_each_is_named_where_ranks_do_not_meet(
+    options: dict[str, object], call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(communicator: Communicator) -> None:
+        model, layer, optimizer = coded(communicator, **options)
+        train(model, optimizer, 2 + communicator.rank)
+        layer.codes.assign(np.full((8, 2), communicator.rank == 1, np.float32))
+        getattr(optimizer.synchronizer, call)()
+        optimizer.finalize()
+
+    run_ranks(3, work)
+    assert caplog.text.count("differs between ranks: rank 1 from rank 0. To exchange it, pass buffers={'") == 1
+    assert "codes', which no exchange touches" in caplog.text
+
+
+def test_ranks_that_resume_compare_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def work(communicator: Communicator) -> None:
+        model, layer, optimizer = coded(communicator)
+        train(model, optimizer, 2)
+        layer.codes.assign(np.full((8, 2), communicator.rank, np.float32))
+        hvdp.save(tmp_path, model, optimizer)
+        assert "differs" not in caplog.text
+        communicator.allgather_object(None, "saved")
+        model, layer, optimizer = coded(communicator)
+        hvdp.load(tmp_path, model, optimizer)
+        assert "differs" not in caplog.text
+        communicator.allgather_object(None, "loaded")
+        train(model, optimizer, 1)
+
+    run_ranks(2, work)
+    assert caplog.text.count("differs between ranks: rank 1 from rank 0. To exchange it, pass buffers={'") == 1
+    assert "codes', which no exchange touches" in caplog.text

@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.membership import Membership
-from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, value_of
+from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, control_flow_v1, value_of
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
 from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
 from hvd_periodic.tensorflow.contrib_opt.python_call import sent_from_root
 from hvd_periodic.tensorflow.contrib_opt.session_startup import ROOT
 from hvd_periodic.tensorflow.contrib_opt.turns import Turn
+from hvd_periodic.tensorflow.contrib_opt.unexchanged import UnexchangedVariables
 
 
 class SharedCenter:
@@ -27,9 +29,13 @@ class SharedCenter:
     """
 
     def __init__(
-        self, exchanger: SessionAsynchronous, centers: Sequence[tf.Variable], statistics: Sequence[tf.Variable]
+        self,
+        exchanger: SessionAsynchronous,
+        centers: Sequence[tf.Variable],
+        statistics: Sequence[tf.Variable],
+        unexchanged: UnexchangedVariables,
     ) -> None:
-        self._worker = exchanger.worker
+        self._worker, self._finish, self._unexchanged = exchanger.worker, exchanger.finish, unexchanged
         self._is_root = exchanger.context.membership.is_root
         self.hands_out = exchanger.tensor_groups.parameters.taken is not None
         self._centers = TensorStore(exchanger.tensor_groups.parameters.values.layout, centers)
@@ -54,15 +60,22 @@ class SharedCenter:
             return tf.py_function(write, values, tf.bool).op
 
     def finish(self) -> tf.Operation:
-        """Return the operation that waits for all ranks and reads the final center."""
-        buckets = self._centers.layout.buckets
+        """Return the operation that waits for all ranks and reads the final center.
 
-        def finish() -> list[Any]:
-            self._worker.finish()
+        Ranks compare the variables that no exchange touches.
+        """
+        buckets, unexchanged = self._centers.layout.buckets, self._unexchanged
+        with control_flow_v1():
+            shown = unexchanged.in_session()
+
+        def finish(*arrays: np.ndarray) -> list[np.ndarray]:
+            with unexchanged.holding(list(shown), arrays):
+                self._finish()
             return [self._worker.final(index) for index in range(len(buckets))]
 
         with tf.device("CPU:0"):
-            values = tf.py_function(finish, [], [tf.as_dtype(bucket.kind) for bucket in buckets])
+            kinds = [tf.as_dtype(bucket.kind) for bucket in buckets]
+            values = tf.numpy_function(finish, list(shown.values()), kinds)
 
         self._centers.load_variables()
         for bucket, value in zip(buckets, values, strict=True):

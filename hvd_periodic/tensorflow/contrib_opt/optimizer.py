@@ -347,16 +347,14 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
     def get_audit_op(self) -> tf.Operation:
         """Return the operation that checks that all ranks hold the same centers, bit by bit; all ranks run it together.
 
-        They also compare the variables that no exchange touches; the log names those that differ.
+        They also compare the variables that no exchange touches; the log names those that differ. In asynchronous
+        training, which has one center, they compare these variables only.
 
         Raises:
-            RuntimeError: ``apply_gradients`` has not been called; or the optimizer is asynchronous.
+            RuntimeError: ``apply_gradients`` has not been called.
         """
-        if not self._ends or self._asynchronous:
-            raise RuntimeError(
-                "get_audit_op() compares the centers of ranks: it needs a synchronous optimizer, and a train op of "
-                "apply_gradients() or minimize()"
-            )
+        if not self._ends:
+            raise RuntimeError("get_audit_op() needs a train op: call apply_gradients() or minimize() first")
         with tf.compat.v1.name_scope(None), tf.device(None):
             return tf.group(*(end.audit() for end in self._ends), name=f"{self._name}.audit")
 
@@ -379,7 +377,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
 
     def _compared_after(self, operations: list[tf.Operation], purpose: Purpose) -> list[tf.Operation]:
         """Return operations, and the one with which ranks then compare the variables that no exchange touches."""
-        if self._asynchronous or not self._ends:
+        if not self._ends:
             return operations
         with tf.compat.v1.name_scope(None), tf.device(None), tf.control_dependencies(operations):
             return [*operations, self._ends[0].compare(purpose)]
@@ -464,7 +462,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         if isinstance(exchanger, SessionAsynchronous):
             centers = [self._getter.centers[reference] for reference in references]
             exchanger.keep(ArrayStore(replica.parameters.layout, centers, replica.values))
-            shared = SharedCenter(exchanger, centers, [v for _, v in named.averaged])
+            shared = SharedCenter(exchanger, centers, [v for _, v in named.averaged], unexchanged)
             self._initialization.shared_centers.append(shared)
         else:
             exchanger.advice = _HOW_TO_START[self._without_getter]

@@ -100,7 +100,7 @@ class StepEnd:
     def audit(self) -> tf.Operation:
         """Return the operation with which ranks compare centers and the variables that no exchange touches."""
         with control_flow_v1():
-            return tf.group(*self._call(self._synchronizer.center_reader.audit, compares=True))
+            return tf.group(*self._call(self._synchronizer.exchanger.audit, compares=True))
 
     def compare(self, purpose: Purpose) -> tf.Operation:
         """Return the operation with which ranks compare, in a call, the variables that no exchange touches."""
