@@ -16,7 +16,19 @@ import numpy as np
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors
 from hvd_periodic.asynchronous.closing import Closing, Contribution
-from hvd_periodic.asynchronous.meeting import AGAIN, FAILED, IN_VAIN, LOOK, PULLS, TEXT, Meeting, dismissal, verdicts
+from hvd_periodic.asynchronous.meeting import (
+    AGAIN,
+    FAILED,
+    IN_VAIN,
+    LOOK,
+    PULLS,
+    TEXT,
+    Meeting,
+    dismissal,
+    from_bytes,
+    in_bytes,
+    verdicts,
+)
 from hvd_periodic.asynchronous.rounds import GAP, Rounds
 from hvd_periodic.asynchronous.slots import Slots, aligned
 from hvd_periodic.comm.handshake import Purpose
@@ -26,6 +38,9 @@ from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.ranks import titled
 
 T = TypeVar("T")
+
+_Result = tuple[np.ndarray, Iterator[np.ndarray]]
+"""The verdict on a round, and the vectors to pull."""
 
 _CENTER, _AGREED = 0, 1
 """Units of the slots."""
@@ -148,6 +163,7 @@ class RoundsInMemory(Meeting):
             raise
         self._slots = Slots(self._memory, units, (rank, self.workers), True, large, self._kept)
         self._followed = -1, _Agreed()
+        self._result: _Result | None = None
         self.description = f"{self._memory.description}, in which those who wait close them"
 
     def _center_in(self, buffer: np.ndarray) -> CenterInMemory:
@@ -180,14 +196,10 @@ class RoundsInMemory(Meeting):
             ],
         )
 
-    def _come(self, sent: Contribution) -> tuple[np.ndarray, Iterator[np.ndarray]]:
+    def _come(self, sent: Contribution) -> _Result:
         """Write the message, come, and close rounds until this worker has a result."""
         self._finish_closing()
-        while self._rank in (*self._agreed().results, *self._rounds.waiting):  # An interrupt has ended the last wait.
-            if (slot := self._agreed().results.get(self._rank)) is not None:
-                return self._taken(slot)
-            self._agree(self._take_back)
-            self._finish_closing()
+        self._result = None
         for out, data in zip(self._message(self._rank), (self.in_words(sent), *sent.payloads), strict=True):
             out[:] = data
         leaving, pause = sent.record.purpose == Purpose.LEAVE, SHORT
@@ -222,9 +234,16 @@ class RoundsInMemory(Meeting):
             self._rounds.dismiss([self._rank])
             self._rounds.stay_out(self._rank, True)
 
-    def _take_back(self, agreed: _Agreed) -> None:
-        """Wait no more with the present message, unless a round closes with it."""
-        if agreed.members is None:
+    def _take_back(self) -> _Result:
+        """Wait no longer; return the verdict AGAIN, or the result if a round closes with this worker."""
+        if self._result is None:
+            self._agree(self._stop_waiting)
+            self._finish_closing()
+            self._result = self._taken(self._agreed().results.get(self._rank, _AGAIN))
+        return self._result
+
+    def _stop_waiting(self, agreed: _Agreed) -> None:
+        if self._rank not in (agreed.members or ()):
             self._rounds.dismiss([self._rank])
 
     def _note_arrival(self, agreed: _Agreed, leaving: bool, seen: int) -> None:
@@ -240,7 +259,7 @@ class RoundsInMemory(Meeting):
         buffer = self._messages.buffer
         return [buffer[start : start + n].view(dtype) for start, (n, dtype) in zip(starts, self._sizes, strict=False)]
 
-    def _taken(self, slot: int) -> tuple[np.ndarray, Iterator[np.ndarray]]:
+    def _taken(self, slot: int) -> _Result:
         """Return the verdict and the vectors to pull, from the slot of a result, which is kept no longer."""
         verdict, pulled = np.array([AGAIN]), list[np.ndarray]()
         if slot != _AGAIN:
@@ -248,8 +267,9 @@ class RoundsInMemory(Meeting):
             verdict = np.array(words[_WORDS:].reshape(self.workers, -1)[self._rank])
             if verdict[0] in PULLS:
                 pulled = [np.array(vector) for vector in vectors[self.fetched_buckets :]]
-        self._agree(lambda agreed: agreed.results.pop(self._rank))
-        return verdict, iter(pulled)
+        self._result = verdict, iter(pulled)
+        self._agree(lambda agreed: agreed.results.pop(self._rank, None))
+        return self._result
 
     def _see(self) -> tuple[int, list[np.ndarray]]:
         """Return the number of the last round, and the buckets that workers ask for."""
@@ -424,8 +444,8 @@ class RoundsInMemory(Meeting):
 
     def fail(self, text: str) -> None:
         """Let no round close any more."""
-        reason = f"{titled([self.ranks[self._rank]])} cannot go on: {text}"
-        self._agree(lambda _: self._rounds.fail(reason.encode()[:TEXT].decode(errors="ignore")))
+        reason = from_bytes(in_bytes(f"{titled([self.ranks[self._rank]])} cannot go on: {text}"))
+        self._agree(lambda _: self._rounds.fail(reason))
 
     def apart(self, starts: bool) -> None:
         """Note that this worker is in another call, or no longer."""
