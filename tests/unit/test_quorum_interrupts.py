@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from hvd_periodic import Communicator
+from hvd_periodic.comm.threads import ThreadCommunicator
 from hvd_periodic.numpy import PeriodicOptimizer
 from tests.covering import covering
 from tests.helpers import TIMEOUT_SECONDS, outcomes, run_ranks
+from tests.sockets import OverSockets
 from tests.unit.test_quorum import COMPRESSED, EVERY, arrays, made, step
 
 SIZE, ROUNDS = 3, 3
@@ -83,7 +85,7 @@ class Story:
 
         Through messages, the root notes it for all.
         """
-        if self.way == "service":
+        if self.way != "window":
             if rank != transport.root:
                 return nullcontext()
             come = transport._hub._come
@@ -122,6 +124,7 @@ def steps(optimizer: PeriodicOptimizer, xs: dict[str, Any], rank: int, count: in
 
 def trained(communicator: Communicator, name: str, story: Story, interrupts: bool) -> list[Any]:
     """Return replica, center and counts after three rounds; in the second, one rank takes another step."""
+    communicator = OverSockets(cast(ThreadCommunicator, communicator)) if story.way == "tcp" else communicator
     xs, rank = arrays(), communicator.rank
     optimizer = made(communicator, name, xs, period=1000, quorum=2)
     exchanger: Any = optimizer.synchronizer.exchanger
@@ -156,8 +159,8 @@ def trained(communicator: Communicator, name: str, story: Story, interrupts: boo
     return [*(x.copy() for x in xs.values()), *center, counters.rounds, counters.local_steps]
 
 
-MOMENTS = [("window", "waiting"), ("window", "decided"), ("window", "closed"), ("service", "waiting")]
-MOMENTS += [("service", "closed")]
+MOMENTS = [("window", "waiting"), ("window", "decided"), ("window", "closed")]
+MOMENTS += [(way, moment) for way in ("service", "tcp") for moment in ("waiting", "closed")]
 
 
 @pytest.mark.parametrize(("at", "rank", "name"), covering(MOMENTS, [0, 1], [*EVERY, *COMPRESSED], together=2), ids=str)
@@ -165,7 +168,7 @@ def test_an_interrupt_takes_the_message_back_or_lets_the_round_count(
     at: tuple[str, str], rank: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends as without the interrupt, with the step in the round before which or after which it was."""
-    monkeypatch.setenv("HVD_PERIODIC_TRANSPORT", at[0])
+    monkeypatch.setenv("HVD_PERIODIC_TRANSPORT", "window" if at[0] == "window" else "service")
     story = Story(at[0], rank, at[1])
     found = run_ranks(SIZE, lambda communicator: trained(communicator, name, story, interrupts=True))
     assert story.interrupted.is_set()
