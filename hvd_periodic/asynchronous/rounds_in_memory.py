@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.asynchronous.agreed import Agreed
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors
 from hvd_periodic.asynchronous.closing import Closing, Contribution
 from hvd_periodic.asynchronous.meeting import (
@@ -22,7 +22,6 @@ from hvd_periodic.asynchronous.meeting import (
     IN_VAIN,
     LOOK,
     PULLS,
-    TEXT,
     Meeting,
     dismissal,
     from_bytes,
@@ -56,50 +55,6 @@ of the last round that moved it; and how many these integers are. The verdicts o
 
 class _UnchangedError(Exception):
     """There is nothing to change in a unit."""
-
-
-@dataclass
-class _Agreed:
-    """The state that all workers share, apart from the center.
-
-    Attributes:
-        rounds: who has come, and when, as :meth:`.Rounds.save` returns it; None: nothing has happened yet.
-        seen: by worker that waits, after which round it has read the center; -1: any.
-        closings: number of rounds that have closed, also those that moved nothing.
-        number: number of the last round that moved the center.
-        members: those with whom the next round closes, which is decided; None: it is open.
-        given_up: the workers that were given up when that was decided.
-        results: by worker whose round has closed, and which has not taken the result yet, the slot where that lies.
-    """
-
-    rounds: dict[str, Any] | None = None
-    seen: dict[int, int] = field(default_factory=dict)
-    closings: int = 0
-    number: int = 0
-    members: list[int] | None = None
-    given_up: list[int] = field(default_factory=list)
-    results: dict[int, int] = field(default_factory=dict)
-
-    @staticmethod
-    def nbytes(workers: int) -> int:
-        """Return the bytes that this takes at most."""
-        return aligned(2048 + 6 * TEXT + 256 * workers)
-
-    @classmethod
-    def read(cls, memory: np.ndarray) -> _Agreed:
-        """Return what some memory holds."""
-        length = int(memory[:8].view(np.int64)[0])
-        if not length:
-            return cls()
-        read = cls(**json.loads(memory[8 : 8 + length].tobytes()))
-        read.seen, read.results = ({int(key): each for key, each in of.items()} for of in (read.seen, read.results))
-        return read
-
-    def write(self, memory: np.ndarray) -> None:
-        """Copy this to some memory."""
-        data = json.dumps(asdict(self), ensure_ascii=False).encode()
-        memory[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
-        memory[:8].view(np.int64)[0] = len(data)
 
 
 class RoundsInMemory(Meeting):
@@ -152,7 +107,7 @@ class RoundsInMemory(Meeting):
         payloads = [self._own.new_payload(index) for index in range(self._own.count)]
         self._sizes = [(8 * self.sizes()[0], "int64"), *((each.nbytes, each.dtype.str) for each in payloads)]
         self._room = sum(aligned(nbytes) for nbytes, _ in self._sizes)
-        units = [self._starts[-1], _Agreed.nbytes(self.workers)]
+        units = [self._starts[-1], Agreed.nbytes(self.workers)]
         # Each worker may be stopped in a slot, and keep another one with a result that it has not taken.
         large = 2 * self.workers
         self._messages = allocate(self.workers * self._room, 0)
@@ -162,7 +117,7 @@ class RoundsInMemory(Meeting):
             self._messages.close()
             raise
         self._slots = Slots(self._memory, units, (rank, self.workers), True, large, self._kept)
-        self._followed = -1, _Agreed()
+        self._followed = -1, Agreed()
         self._result: _Result | None = None
         self.description = f"{self._memory.description}, in which those who wait close them"
 
@@ -227,7 +182,7 @@ class RoundsInMemory(Meeting):
                 if time.monotonic() - before > GAP:  # It was stopped; if all were, nobody is late.
                     self._rounds.awake_since = time.monotonic()
 
-    def _leave_in_vain(self, left: list[bool], agreed: _Agreed) -> None:
+    def _leave_in_vain(self, left: list[bool], agreed: Agreed) -> None:
         """Stop waiting, unless a round closes with this worker after all; append whether it has."""
         left.append(agreed.members is None and self._rank in self._rounds.in_vain())
         if left[-1]:
@@ -242,11 +197,11 @@ class RoundsInMemory(Meeting):
             self._result = self._taken(self._agreed().results.get(self._rank, _AGAIN))
         return self._result
 
-    def _stop_waiting(self, agreed: _Agreed) -> None:
+    def _stop_waiting(self, agreed: Agreed) -> None:
         if self._rank not in (agreed.members or ()):
             self._rounds.dismiss([self._rank])
 
-    def _note_arrival(self, agreed: _Agreed, leaving: bool, seen: int) -> None:
+    def _note_arrival(self, agreed: Agreed, leaving: bool, seen: int) -> None:
         if seen in (-1, agreed.number):
             agreed.seen[self._rank] = seen
             self._rounds.come(self._rank, leaving)
@@ -283,10 +238,10 @@ class RoundsInMemory(Meeting):
 
         return self._slots.read(_CENTER, look)
 
-    def _agreed(self) -> _Agreed:
+    def _agreed(self) -> Agreed:
         """Return the state that all share, and update ``_rounds`` to match it."""
         if self._followed[0] != (version := self._slots.versions.now(_AGREED)[0]):
-            self._followed = version, _Agreed.read(self._slots.read(_AGREED, np.copy))
+            self._followed = version, Agreed.read(self._slots.read(_AGREED, np.copy))
         agreed = self._followed[1]
         if agreed.rounds is not None:
             self._rounds.load(agreed.rounds)
@@ -294,17 +249,17 @@ class RoundsInMemory(Meeting):
 
     def _kept(self) -> set[int]:
         """Return the slots of results that have not been taken."""
-        return set(_Agreed.read(self._slots.read(_AGREED, np.copy)).results.values())
+        return set(Agreed.read(self._slots.read(_AGREED, np.copy)).results.values())
 
-    def _agree(self, function: Callable[[_Agreed], object]) -> None:
+    def _agree(self, function: Callable[[Agreed], object]) -> None:
         """Update the state that all share, ``_rounds`` included.
 
         The function is called again, on the newer state, if another worker has changed that first.
         """
 
         def change(memory: np.ndarray) -> None:
-            before = _Agreed.read(memory)
-            agreed = _Agreed.read(memory)
+            before = Agreed.read(memory)
+            agreed = Agreed.read(memory)
             if agreed.rounds is not None:
                 self._rounds.load(agreed.rounds)
             function(agreed)
@@ -316,7 +271,7 @@ class RoundsInMemory(Meeting):
         with self._slots.turn(_AGREED), suppress(_UnchangedError):
             self._slots.change(_AGREED, change)
 
-    def _close_what_is_due(self, agreed: _Agreed) -> bool:
+    def _close_what_is_due(self, agreed: Agreed) -> bool:
         """Take the next step of closing a round, given what all agree on; return whether there was one."""
         if agreed.members is not None:
             self._move_and_tell(agreed)
@@ -340,7 +295,7 @@ class RoundsInMemory(Meeting):
             self._agree(lambda agreed: self._forget(agreed, new))
             self._log_given_up(new)
 
-    def _forget(self, agreed: _Agreed, workers: set[int]) -> None:
+    def _forget(self, agreed: Agreed, workers: set[int]) -> None:
         self._rounds.gone(workers)
         for worker in workers:
             agreed.results.pop(worker, None)
@@ -353,7 +308,7 @@ class RoundsInMemory(Meeting):
                 self.ranks[worker],
             )
 
-    def _decide(self, agreed: _Agreed) -> None:
+    def _decide(self, agreed: Agreed) -> None:
         """Decide with whom a round closes, if one is due.
 
         Those whose messages are from a center that has moved since have to come again. Only a worker that is leaving,
@@ -373,7 +328,7 @@ class RoundsInMemory(Meeting):
         while (agreed := self._agreed()).members is not None:
             self._move_and_tell(agreed)
 
-    def _move_and_tell(self, agreed: _Agreed) -> None:
+    def _move_and_tell(self, agreed: Agreed) -> None:
         """Move the center, if nobody has, and tell the members."""
         with self._slots.turn(_CENTER):
             if self._slots.read(_CENTER, self._closings) <= agreed.closings and self._is_open(agreed):
@@ -384,13 +339,13 @@ class RoundsInMemory(Meeting):
         number = self._slots.read(_CENTER, lambda memory: int(self._parts_of(memory)[0][_NUMBER]))
         self._agree(partial(self._tell, told=agreed, slot=slot, number=number))
 
-    def _is_open(self, agreed: _Agreed) -> bool:
+    def _is_open(self, agreed: Agreed) -> bool:
         return self._agreed().closings == agreed.closings
 
     def _closings(self, memory: np.ndarray) -> int:
         return int(self._parts_of(memory)[0][_COUNT])
 
-    def _move(self, memory: np.ndarray, agreed: _Agreed) -> None:
+    def _move(self, memory: np.ndarray, agreed: Agreed) -> None:
         """Move the center by the messages of the members of the round that is decided.
 
         Raises:
@@ -434,7 +389,7 @@ class RoundsInMemory(Meeting):
         else:
             self._optimizer.pull(state)
 
-    def _tell(self, agreed: _Agreed, told: _Agreed, slot: int, number: int) -> None:
+    def _tell(self, agreed: Agreed, told: Agreed, slot: int, number: int) -> None:
         """Let the members of a round that has closed have the result, if nobody has told them."""
         if agreed.closings != told.closings or agreed.members is None:
             return
