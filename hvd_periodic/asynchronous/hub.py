@@ -21,6 +21,7 @@ from hvd_periodic.asynchronous.meeting import (
     TEXT,
     Meeting,
     dismissal,
+    from_bytes,
     in_bytes,
     verdicts,
 )
@@ -33,11 +34,12 @@ from hvd_periodic.comm.transports import LONG, SHORT, Messages, PeerLostError, R
 from hvd_periodic.logs import logger
 from hvd_periodic.outer.framework import OuterOptimizer
 
-_COME, _FAIL, _APART, _BACK, _OUT, _SEE = range(16, 22)
+_COME, _FAIL, _APART, _BACK, _OUT, _SEE, _TAKE_BACK = range(16, 23)
 """Requests besides those of a service: a worker comes with what it has; it cannot go on; it is in another call, or
-back; it comes to no round (1 in place of the bucket), or again (0, answered); it asks for the center as it is. What it
-has to say and its payloads follow the first at once, without an answer in between. The answer to the last is the number
-of the last round, then the buckets that workers ask for."""
+back; it comes to no round (1 in place of the bucket), or again (0, answered); it asks for the center as it is; it takes
+back its message, unless a round has closed with that. What it has to say and its payloads follow the first at once,
+without an answer in between. The answer to the center is the number of the last round, then the buckets that workers
+ask for; the last has no answer but the verdict, which comes once."""
 
 
 class HubTransport(Meeting, ServiceTransport):
@@ -77,6 +79,7 @@ class HubTransport(Meeting, ServiceTransport):
             optimizer=optimizer,
             leaves=leaves,
         )
+        self._under_way: tuple[np.ndarray, list[Request], Request] | None = None
         self.description = f"messages to rank {self.ranks[root]}, which closes rounds"
 
     def _start(self, shard: CenterInMemory, optimizer: OuterOptimizer) -> Service:
@@ -87,6 +90,23 @@ class HubTransport(Meeting, ServiceTransport):
         if self._rank == self.root:
             return self._hub.attend_round(self._rank, sent, self._while_waiting)
         return self._send(sent)
+
+    def _take_back(self) -> tuple[np.ndarray, Iterator[np.ndarray]]:
+        """Wait no longer; return the verdict AGAIN, or the result if a round has closed with this worker.
+
+        Raises:
+            KeyboardInterrupt: the interrupt came before the whole message was on its way.
+        """
+        if self._rank == self.root:
+            self._hub.take_back(self._rank)
+            return self._hub.own_result()
+        if self._under_way is None:
+            raise KeyboardInterrupt
+        verdict, sending, answer = self._under_way
+        self._wait(sending)
+        self._request(self.root, _TAKE_BACK)
+        self._wait([answer])
+        return verdict, self._pulled(verdict)
 
     def _see(self) -> tuple[int, list[np.ndarray]]:
         """Return the number of the last round, and the buckets that workers ask for."""
@@ -140,23 +160,25 @@ class HubTransport(Meeting, ServiceTransport):
 
     def _send(self, sent: Contribution) -> tuple[np.ndarray, Iterator[np.ndarray]]:
         """Send what this worker has; return the verdict, and the vectors to pull."""
+        self._under_way = None
         verdict = np.empty(self.sizes()[1], np.int64)
         answer = self._replies.receive(verdict, self.root, ANSWER)
         self._request(self.root, _COME)
         sending = [self._requests.send(self.in_words(sent), self.root, ANSWER)]
         sending += [self._requests.send(each, self.root, payload_tag(i)) for i, each in enumerate(sent.payloads)]
+        self._under_way = verdict, sending, answer
         self._wait([*sending, answer])
+        return verdict, self._pulled(verdict)
 
-        def pulled() -> Iterator[np.ndarray]:
-            rest = range(self.fetched_buckets, self._count)
-            buffers = [empty(self._buckets[i]) for i in rest] if verdict[0] in PULLS else []
-            tags = (payload_tag(i) + 1 for i in rest)
-            receiving = [self._replies.receive(out, self.root, tag) for out, tag in zip(buffers, tags, strict=False)]
-            for request, out in zip(receiving, buffers, strict=True):
-                self._wait([request])
-                yield out
-
-        return verdict, pulled()
+    def _pulled(self, verdict: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield the vectors to pull after a verdict."""
+        rest = range(self.fetched_buckets, self._count)
+        buffers = [empty(self._buckets[i]) for i in rest] if verdict[0] in PULLS else []
+        tags = (payload_tag(i) + 1 for i in rest)
+        receiving = [self._replies.receive(out, self.root, tag) for out, tag in zip(buffers, tags, strict=False)]
+        for request, out in zip(receiving, buffers, strict=True):
+            self._wait([request])
+            yield out
 
     def _wait(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -217,12 +239,23 @@ class Hub(Service):
         self, worker: int, sent: Contribution, check: Callable[[], None]
     ) -> tuple[np.ndarray, Iterator[np.ndarray]]:
         """Come to a round as the worker of this process; return the verdict, and the vectors to pull."""
+        self._own = np.array([AGAIN]), []
         self._closed.clear()
         self._come(worker, sent)
         while not self._closed.wait(LOOK):
             check()
+        return self.own_result()
+
+    def own_result(self) -> tuple[np.ndarray, Iterator[np.ndarray]]:
+        """Return the verdict on the last round of the worker of this process, and the vectors to pull."""
         verdict, pulled = self._own
         return verdict, iter(pulled)
+
+    def take_back(self, worker: int) -> None:
+        """Let a worker come again, unless a round has closed with its message."""
+        with self._lock:
+            if worker in self._contributions:
+                self._let_come_again([worker])
 
     def see(self) -> tuple[int, list[np.ndarray]]:
         """Return the number of the last round, and the buckets of the center that workers ask for."""
@@ -276,7 +309,7 @@ class Hub(Service):
         elif operation == _FAIL:
             text = np.empty(TEXT, np.uint8)
             self._requests.receive(text, source, ANSWER).wait()
-            self.fail(source, text.tobytes().rstrip(b"\0").decode(errors="replace"))
+            self.fail(source, from_bytes(text))
         elif operation in (_APART, _BACK):
             self.set_apart(source, operation == _APART)
         elif operation == _OUT:
@@ -288,6 +321,10 @@ class Hub(Service):
             self._send(np.array([number], np.int64), source, ANSWER)
             for index, center in enumerate(centers):
                 self._send(center, source, payload_tag(index) + 1)
+        elif operation == _TAKE_BACK:
+            if source in self._coming:  # It has sent all of that.
+                self._take(source)
+            self.take_back(source)
         else:
             super()._answer(source, header)
 
@@ -307,11 +344,14 @@ class Hub(Service):
         Of those who wait for a round, only workers that are leaving, or not in a replayed round, have missed others.
         """
         late = [worker for worker in workers if self._contributions[worker].seen not in (-1, self._last_round)]
-        for worker in late:
+        self._let_come_again(late)
+        return bool(late)
+
+    def _let_come_again(self, workers: Sequence[int]) -> None:
+        for worker in workers:
             del self._contributions[worker]
             self._tell(worker, [AGAIN], [])
-        self._rounds.dismiss(late)
-        return bool(late)
+        self._rounds.dismiss(workers)
 
     def _look_for_dead_ranks(self) -> None:
         """Stop waiting for ranks that have died."""

@@ -20,7 +20,8 @@ from hvd_periodic.comm.handshake import Record, integers, unpack_records
 NOTHING, TAKEN, MOVED, FAILED, AGAIN, IN_VAIN = range(6)
 """What has become of a round for a worker: nothing moved, as nobody had anything to contribute; nor did the center, but
 this worker, which is left out, takes it; the center moved; the round did not close; this worker has to come again, as
-the center has moved since it saw it; or it is in finalize(), and waits for one that waits for all in another call."""
+the center has moved since it saw it, or as it has taken back its message; or it is in finalize(), and waits for one
+that waits for all in another call."""
 
 PULLS = (TAKEN, MOVED)
 """After these, the worker pulls vectors."""
@@ -72,12 +73,15 @@ class Meeting(Transport):
         ranks: global ranks of the workers, for messages.
         workers: number of workers.
         root: the worker whose learning rates count.
+        interrupt: the KeyboardInterrupt that came when a round already closed with this worker; None if there is none.
     """
 
     def _prepare(self, parts: Sequence[ExchangedTensors], ranks: Sequence[int], root: int) -> None:
         """Set the attributes."""
         self.round = Round(0, [], [], 0, moved=False)
         self.waited = 0.0
+        self.interrupt: KeyboardInterrupt | None = None
+        self._begun = False
         self.message_norm = math.nan
         self.fetched_buckets = len(parts[0].layout.buckets) if parts[0].asks_for_center else 0
         self.ranks, self.root = list(ranks), root
@@ -93,8 +97,11 @@ class Meeting(Transport):
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Come to a round, wait for its close, and yield the vectors to pull; none if nothing has moved.
 
+        After the pull, the caller has to call :meth:`conclude`.
+
         Raises:
-            RuntimeError: no round closes any more.
+            RuntimeError: no round closes any more; or an interrupt has ended the previous exchange halfway.
+            KeyboardInterrupt: in the wait; the message has been taken back.
         """
         self.waited = 0.0
         verdict, pulled = self._meet(exchange, payloads)
@@ -114,7 +121,7 @@ class Meeting(Transport):
             form: returns what this worker sends, given the buckets that workers ask for; called at every try.
 
         Raises:
-            RuntimeError: no round closes any more.
+            RuntimeError, KeyboardInterrupt: as :meth:`exchange`.
         """
         self.waited = 0.0
         while True:
@@ -131,18 +138,51 @@ class Meeting(Transport):
     def _meet(
         self, exchange: Exchange, payloads: Iterator[np.ndarray], seen: int = -1
     ) -> tuple[np.ndarray, Iterator[np.ndarray]]:
-        """Come to a round, and wait for its close; return the verdict, and the vectors to pull."""
+        """Come to a round, and wait for its close; return the verdict, and the vectors to pull.
+
+        An interrupt in the wait takes the message back, and is raised. If the round closes with the message
+        nevertheless, the exchange goes on, and :meth:`raise_interrupt` raises it afterwards.
+        """
+        if self._begun:
+            error = RuntimeError(
+                "An interrupt has ended the previous exchange of this rank halfway, and its replica may hold a part of "
+                "the result: start again from a checkpoint"
+            )
+            self.fail(str(error))
+            raise error
         # Copies: a front end may form the next one in the same memory.
         copies = [np.array(payload) for payload in payloads]
         sent = Contribution(self._record, list(exchange.rates), copies, seen, self.message_norm)
-        came = time.perf_counter()
-        answer = self._come(sent)
+        came, self._begun = time.perf_counter(), True
+        try:
+            answer = self._come(sent)
+        except KeyboardInterrupt as interrupt:
+            answer = self._take_back()
+            if answer[0][0] == AGAIN:
+                self._begun = False
+                raise
+            self.interrupt = interrupt
         self.waited += time.perf_counter() - came
+        self._begun = answer[0][0] in PULLS
         return answer
+
+    def conclude(self) -> None:
+        """Note that this worker has pulled the result of its round, and counted that."""
+        self._begun = False
+
+    def raise_interrupt(self) -> None:
+        """Raise the interrupt that came when a round already closed with this worker, if there is one."""
+        interrupt, self.interrupt = self.interrupt, None
+        if interrupt is not None:
+            raise interrupt
 
     @abstractmethod
     def _come(self, sent: Contribution) -> tuple[np.ndarray, Iterator[np.ndarray]]:
         """Come to a round with what this worker has; return the verdict, and the vectors to pull."""
+
+    @abstractmethod
+    def _take_back(self) -> tuple[np.ndarray, Iterator[np.ndarray]]:
+        """Wait for the round no longer; return the verdict AGAIN, or the result if it closes with this worker."""
 
     @abstractmethod
     def _see(self) -> tuple[int, list[np.ndarray]]:
@@ -194,7 +234,7 @@ class Meeting(Transport):
         what, number, count, staleness = verdict[:4].tolist()
         rest = verdict[VERDICT:]
         if what in (FAILED, IN_VAIN):
-            text = rest.tobytes().split(b"\0", 1)[0].decode(errors="ignore")
+            text = from_bytes(rest)
             raise RuntimeError(text) if what == FAILED else DifferentCallsError(text)
         told = verdict[4 : VERDICT - 1].view(np.float64).tolist()
         norm, cut, mean = (None if math.isnan(each) else each for each in told)
@@ -234,8 +274,13 @@ def dismissal(what: int, text: str) -> list[int]:
 
 
 def in_bytes(text: str) -> np.ndarray:
-    """Return a text as bytes of a fixed number, cut if it is longer."""
+    """Return a text as bytes of a fixed number, cut if it is longer; ``?`` for lone surrogates."""
     data = np.zeros(TEXT, np.uint8)
-    encoded = text.encode()[: TEXT - 1]
+    encoded = text.encode(errors="replace")[: TEXT - 1]
     data[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     return data
+
+
+def from_bytes(data: np.ndarray) -> str:
+    """Return the text of :func:`in_bytes`, without a character that was cut in the middle."""
+    return data.tobytes().split(b"\0", 1)[0].decode(errors="ignore")

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
@@ -14,9 +13,21 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.asynchronous.agreed import Agreed
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors
 from hvd_periodic.asynchronous.closing import Closing, Contribution
-from hvd_periodic.asynchronous.meeting import AGAIN, FAILED, IN_VAIN, LOOK, PULLS, TEXT, Meeting, dismissal, verdicts
+from hvd_periodic.asynchronous.meeting import (
+    AGAIN,
+    FAILED,
+    IN_VAIN,
+    LOOK,
+    PULLS,
+    Meeting,
+    dismissal,
+    from_bytes,
+    in_bytes,
+    verdicts,
+)
 from hvd_periodic.asynchronous.rounds import GAP, Rounds
 from hvd_periodic.asynchronous.slots import Slots, aligned
 from hvd_periodic.comm.handshake import Purpose
@@ -26,6 +37,9 @@ from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.ranks import titled
 
 T = TypeVar("T")
+
+_Result = tuple[np.ndarray, Iterator[np.ndarray]]
+"""The verdict on a round, and the vectors to pull."""
 
 _CENTER, _AGREED = 0, 1
 """Units of the slots."""
@@ -41,50 +55,6 @@ of the last round that moved it; and how many these integers are. The verdicts o
 
 class _UnchangedError(Exception):
     """There is nothing to change in a unit."""
-
-
-@dataclass
-class _Agreed:
-    """The state that all workers share, apart from the center.
-
-    Attributes:
-        rounds: who has come, and when, as :meth:`.Rounds.save` returns it; None: nothing has happened yet.
-        seen: by worker that waits, after which round it has read the center; -1: any.
-        closings: number of rounds that have closed, also those that moved nothing.
-        number: number of the last round that moved the center.
-        members: those with whom the next round closes, which is decided; None: it is open.
-        given_up: the workers that were given up when that was decided.
-        results: by worker whose round has closed, and which has not taken the result yet, the slot where that lies.
-    """
-
-    rounds: dict[str, Any] | None = None
-    seen: dict[int, int] = field(default_factory=dict)
-    closings: int = 0
-    number: int = 0
-    members: list[int] | None = None
-    given_up: list[int] = field(default_factory=list)
-    results: dict[int, int] = field(default_factory=dict)
-
-    @staticmethod
-    def nbytes(workers: int) -> int:
-        """Return the bytes that this takes at most."""
-        return aligned(2048 + 6 * TEXT + 256 * workers)
-
-    @classmethod
-    def read(cls, memory: np.ndarray) -> _Agreed:
-        """Return what some memory holds."""
-        length = int(memory[:8].view(np.int64)[0])
-        if not length:
-            return cls()
-        read = cls(**json.loads(memory[8 : 8 + length].tobytes()))
-        read.seen, read.results = ({int(key): each for key, each in of.items()} for of in (read.seen, read.results))
-        return read
-
-    def write(self, memory: np.ndarray) -> None:
-        """Copy this to some memory."""
-        data = json.dumps(asdict(self), ensure_ascii=False).encode()
-        memory[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
-        memory[:8].view(np.int64)[0] = len(data)
 
 
 class RoundsInMemory(Meeting):
@@ -137,7 +107,7 @@ class RoundsInMemory(Meeting):
         payloads = [self._own.new_payload(index) for index in range(self._own.count)]
         self._sizes = [(8 * self.sizes()[0], "int64"), *((each.nbytes, each.dtype.str) for each in payloads)]
         self._room = sum(aligned(nbytes) for nbytes, _ in self._sizes)
-        units = [self._starts[-1], _Agreed.nbytes(self.workers)]
+        units = [self._starts[-1], Agreed.nbytes(self.workers)]
         # Each worker may be stopped in a slot, and keep another one with a result that it has not taken.
         large = 2 * self.workers
         self._messages = allocate(self.workers * self._room, 0)
@@ -147,7 +117,8 @@ class RoundsInMemory(Meeting):
             self._messages.close()
             raise
         self._slots = Slots(self._memory, units, (rank, self.workers), True, large, self._kept)
-        self._followed = -1, _Agreed()
+        self._followed = -1, Agreed()
+        self._result: _Result | None = None
         self.description = f"{self._memory.description}, in which those who wait close them"
 
     def _center_in(self, buffer: np.ndarray) -> CenterInMemory:
@@ -180,14 +151,10 @@ class RoundsInMemory(Meeting):
             ],
         )
 
-    def _come(self, sent: Contribution) -> tuple[np.ndarray, Iterator[np.ndarray]]:
+    def _come(self, sent: Contribution) -> _Result:
         """Write the message, come, and close rounds until this worker has a result."""
         self._finish_closing()
-        while self._rank in (*self._agreed().results, *self._rounds.waiting):  # An interrupt has ended the last wait.
-            if (slot := self._agreed().results.get(self._rank)) is not None:
-                return self._taken(slot)
-            self._agree(self._take_back)
-            self._finish_closing()
+        self._result = None
         for out, data in zip(self._message(self._rank), (self.in_words(sent), *sent.payloads), strict=True):
             out[:] = data
         leaving, pause = sent.record.purpose == Purpose.LEAVE, SHORT
@@ -215,19 +182,26 @@ class RoundsInMemory(Meeting):
                 if time.monotonic() - before > GAP:  # It was stopped; if all were, nobody is late.
                     self._rounds.awake_since = time.monotonic()
 
-    def _leave_in_vain(self, left: list[bool], agreed: _Agreed) -> None:
+    def _leave_in_vain(self, left: list[bool], agreed: Agreed) -> None:
         """Stop waiting, unless a round closes with this worker after all; append whether it has."""
         left.append(agreed.members is None and self._rank in self._rounds.in_vain())
         if left[-1]:
             self._rounds.dismiss([self._rank])
             self._rounds.stay_out(self._rank, True)
 
-    def _take_back(self, agreed: _Agreed) -> None:
-        """Wait no more with the present message, unless a round closes with it."""
-        if agreed.members is None:
+    def _take_back(self) -> _Result:
+        """Wait no longer; return the verdict AGAIN, or the result if a round closes with this worker."""
+        if self._result is None:
+            self._agree(self._stop_waiting)
+            self._finish_closing()
+            self._result = self._taken(self._agreed().results.get(self._rank, _AGAIN))
+        return self._result
+
+    def _stop_waiting(self, agreed: Agreed) -> None:
+        if self._rank not in (agreed.members or ()):
             self._rounds.dismiss([self._rank])
 
-    def _note_arrival(self, agreed: _Agreed, leaving: bool, seen: int) -> None:
+    def _note_arrival(self, agreed: Agreed, leaving: bool, seen: int) -> None:
         if seen in (-1, agreed.number):
             agreed.seen[self._rank] = seen
             self._rounds.come(self._rank, leaving)
@@ -240,7 +214,7 @@ class RoundsInMemory(Meeting):
         buffer = self._messages.buffer
         return [buffer[start : start + n].view(dtype) for start, (n, dtype) in zip(starts, self._sizes, strict=False)]
 
-    def _taken(self, slot: int) -> tuple[np.ndarray, Iterator[np.ndarray]]:
+    def _taken(self, slot: int) -> _Result:
         """Return the verdict and the vectors to pull, from the slot of a result, which is kept no longer."""
         verdict, pulled = np.array([AGAIN]), list[np.ndarray]()
         if slot != _AGAIN:
@@ -248,8 +222,9 @@ class RoundsInMemory(Meeting):
             verdict = np.array(words[_WORDS:].reshape(self.workers, -1)[self._rank])
             if verdict[0] in PULLS:
                 pulled = [np.array(vector) for vector in vectors[self.fetched_buckets :]]
-        self._agree(lambda agreed: agreed.results.pop(self._rank))
-        return verdict, iter(pulled)
+        self._result = verdict, iter(pulled)
+        self._agree(lambda agreed: agreed.results.pop(self._rank, None))
+        return self._result
 
     def _see(self) -> tuple[int, list[np.ndarray]]:
         """Return the number of the last round, and the buckets that workers ask for."""
@@ -263,10 +238,10 @@ class RoundsInMemory(Meeting):
 
         return self._slots.read(_CENTER, look)
 
-    def _agreed(self) -> _Agreed:
+    def _agreed(self) -> Agreed:
         """Return the state that all share, and update ``_rounds`` to match it."""
         if self._followed[0] != (version := self._slots.versions.now(_AGREED)[0]):
-            self._followed = version, _Agreed.read(self._slots.read(_AGREED, np.copy))
+            self._followed = version, Agreed.read(self._slots.read(_AGREED, np.copy))
         agreed = self._followed[1]
         if agreed.rounds is not None:
             self._rounds.load(agreed.rounds)
@@ -274,17 +249,17 @@ class RoundsInMemory(Meeting):
 
     def _kept(self) -> set[int]:
         """Return the slots of results that have not been taken."""
-        return set(_Agreed.read(self._slots.read(_AGREED, np.copy)).results.values())
+        return set(Agreed.read(self._slots.read(_AGREED, np.copy)).results.values())
 
-    def _agree(self, function: Callable[[_Agreed], object]) -> None:
+    def _agree(self, function: Callable[[Agreed], object]) -> None:
         """Update the state that all share, ``_rounds`` included.
 
         The function is called again, on the newer state, if another worker has changed that first.
         """
 
         def change(memory: np.ndarray) -> None:
-            before = _Agreed.read(memory)
-            agreed = _Agreed.read(memory)
+            before = Agreed.read(memory)
+            agreed = Agreed.read(memory)
             if agreed.rounds is not None:
                 self._rounds.load(agreed.rounds)
             function(agreed)
@@ -296,7 +271,7 @@ class RoundsInMemory(Meeting):
         with self._slots.turn(_AGREED), suppress(_UnchangedError):
             self._slots.change(_AGREED, change)
 
-    def _close_what_is_due(self, agreed: _Agreed) -> bool:
+    def _close_what_is_due(self, agreed: Agreed) -> bool:
         """Take the next step of closing a round, given what all agree on; return whether there was one."""
         if agreed.members is not None:
             self._move_and_tell(agreed)
@@ -320,7 +295,7 @@ class RoundsInMemory(Meeting):
             self._agree(lambda agreed: self._forget(agreed, new))
             self._log_given_up(new)
 
-    def _forget(self, agreed: _Agreed, workers: set[int]) -> None:
+    def _forget(self, agreed: Agreed, workers: set[int]) -> None:
         self._rounds.gone(workers)
         for worker in workers:
             agreed.results.pop(worker, None)
@@ -333,7 +308,7 @@ class RoundsInMemory(Meeting):
                 self.ranks[worker],
             )
 
-    def _decide(self, agreed: _Agreed) -> None:
+    def _decide(self, agreed: Agreed) -> None:
         """Decide with whom a round closes, if one is due.
 
         Those whose messages are from a center that has moved since have to come again. Only a worker that is leaving,
@@ -353,7 +328,7 @@ class RoundsInMemory(Meeting):
         while (agreed := self._agreed()).members is not None:
             self._move_and_tell(agreed)
 
-    def _move_and_tell(self, agreed: _Agreed) -> None:
+    def _move_and_tell(self, agreed: Agreed) -> None:
         """Move the center, if nobody has, and tell the members."""
         with self._slots.turn(_CENTER):
             if self._slots.read(_CENTER, self._closings) <= agreed.closings and self._is_open(agreed):
@@ -364,13 +339,13 @@ class RoundsInMemory(Meeting):
         number = self._slots.read(_CENTER, lambda memory: int(self._parts_of(memory)[0][_NUMBER]))
         self._agree(partial(self._tell, told=agreed, slot=slot, number=number))
 
-    def _is_open(self, agreed: _Agreed) -> bool:
+    def _is_open(self, agreed: Agreed) -> bool:
         return self._agreed().closings == agreed.closings
 
     def _closings(self, memory: np.ndarray) -> int:
         return int(self._parts_of(memory)[0][_COUNT])
 
-    def _move(self, memory: np.ndarray, agreed: _Agreed) -> None:
+    def _move(self, memory: np.ndarray, agreed: Agreed) -> None:
         """Move the center by the messages of the members of the round that is decided.
 
         Raises:
@@ -414,7 +389,7 @@ class RoundsInMemory(Meeting):
         else:
             self._optimizer.pull(state)
 
-    def _tell(self, agreed: _Agreed, told: _Agreed, slot: int, number: int) -> None:
+    def _tell(self, agreed: Agreed, told: Agreed, slot: int, number: int) -> None:
         """Let the members of a round that has closed have the result, if nobody has told them."""
         if agreed.closings != told.closings or agreed.members is None:
             return
@@ -424,8 +399,8 @@ class RoundsInMemory(Meeting):
 
     def fail(self, text: str) -> None:
         """Let no round close any more."""
-        reason = f"{titled([self.ranks[self._rank]])} cannot go on: {text}"
-        self._agree(lambda _: self._rounds.fail(reason.encode()[:TEXT].decode(errors="ignore")))
+        reason = from_bytes(in_bytes(f"{titled([self.ranks[self._rank]])} cannot go on: {text}"))
+        self._agree(lambda _: self._rounds.fail(reason))
 
     def apart(self, starts: bool) -> None:
         """Note that this worker is in another call, or no longer."""

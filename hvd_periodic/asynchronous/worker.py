@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby
@@ -18,83 +15,34 @@ from typing import Any, cast
 import numpy as np
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange
+from hvd_periodic.asynchronous import leaving
 from hvd_periodic.asynchronous.board import Board, BoardInMemory
 from hvd_periodic.asynchronous.center_file import CenterFile
 from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors, numbered
 from hvd_periodic.asynchronous.hub import HubTransport
 from hvd_periodic.asynchronous.ledger import Ledger, lack
 from hvd_periodic.asynchronous.meeting import Meeting
+from hvd_periodic.asynchronous.remote_center import CenterOfRounds, RemoteCenter
 from hvd_periodic.asynchronous.rounds import Quorum, Rounds
 from hvd_periodic.asynchronous.rounds_in_memory import RoundsInMemory
 from hvd_periodic.asynchronous.service import ServiceTransport
 from hvd_periodic.asynchronous.transport import MemoryTransport, Transport
-from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.error_feedback import Packed
 from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.centers.tensor_group import TensorGroup, all_buckets
 from hvd_periodic.comm.base import Communicator, DifferentCallsError, barrier_id
 from hvd_periodic.comm.handshake import Purpose
-from hvd_periodic.comm.horovod import depart
 from hvd_periodic.comm.membership import Membership
-from hvd_periodic.comm.process_end import end_now
-from hvd_periodic.comm.stall_monitor import announce_leaving
 from hvd_periodic.comm.transports import NoSharedMemoryError
+from hvd_periodic.logs import logger
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.ranks import named, titled
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, chunk
 
-_LEFT = object()
-
 VARIABLE = "HVD_PERIODIC_TRANSPORT"
 """Environment variable: ``service`` forces the service thread even if all ranks share memory; ``window`` forbids it.
 If unset, the service is used if ranks are on several hosts or do not have enough shared memory."""
-
-logger = logging.getLogger("hvd_periodic")
-
-_open_workers: list[Worker] = []
-"""Workers of this process that are open: other ranks may still need them."""
-
-
-class RemoteCenter(Placement):
-    """The center is reached through a transport; each rank reads it without the others.
-
-    Args:
-        communicator: the ranks.
-        root: the rank that starts and restores the center.
-        worker: has the transport to the center.
-        part: number of the part.
-        key: name of the vector.
-    """
-
-    name = "asynchronous"
-    reduces = False
-
-    def __init__(self, communicator: Communicator, root: int, worker: Worker, part: int, key: str = "center") -> None:
-        super().__init__(communicator, root)
-        self._worker, self._part, self._key = worker, part, key
-
-    def of_vector(self, key: str) -> Placement:
-        """Return where another vector of the center lives."""
-        return type(self)(self._worker.communicator, self._root, self._worker, self._part, key)
-
-    def bounds(self, bucket: Bucket) -> tuple[int, int]:
-        """Return empty bounds: no element is on this side of the transport."""
-        return 0, 0
-
-    def fetch(self, communicator: Communicator, share: Any, bucket: Bucket, name: str, out: Any) -> Any:
-        """Read a bucket through the transport."""
-        return self._worker.read(self._worker.number(self._part, self._key, bucket), bucket)
-
-    def reduce(self, communicator: Communicator, buffer: Any, name: str, op: str) -> Callable[[], Any]:
-        """Raise: there are no reductions."""
-        raise NotImplementedError("Nothing is reduced in asynchronous exchange")
-
-
-class CenterOfRounds(RemoteCenter):
-    """The center is in one piece, in shared memory or on the root; each rank reads it without the others."""
-
-    name = "root"
 
 
 class Worker:
@@ -186,11 +134,9 @@ class Worker:
             text = text if self._quorum is None else "Rounds of %d ranks through %s"
             self.membership.log.info(text, communicator.size, self.transport.description)
         if communicator.size > 1:
-            communicator.idle_callers = [*communicator.idle_callers, self]
+            communicator.idle_callers = [*communicator.idle_callers, self.transport]
         if communicator.processes and communicator.size > 1:
-            if not _open_workers:
-                atexit.register(_close_all)
-            _open_workers.append(self)
+            leaving.add(self)
 
     def _in_memory(self) -> Transport | None:
         try:
@@ -678,14 +624,6 @@ class Worker:
         """
         self.communicator.wait_for_all(self._id_of(purpose))
 
-    def apart(self, starts: bool) -> None:
-        """Note that this worker is in a call in which it waits for all others, or no longer."""
-        self.transport.apart(starts)
-
-    def stay_out(self, starts: bool) -> None:
-        """Note that this worker comes to no round from now on, or again."""
-        self.transport.stay_out(starts)
-
     def _id_of(self, purpose: Purpose) -> int:
         return barrier_id(purpose, self.membership.number)
 
@@ -695,9 +633,9 @@ class Worker:
         Args:
             where: the call in which the ranks are.
         """
-        if self in _open_workers:  # Workers that are threads, or alone, are not.
-            _open_workers.remove(self)
-        self.communicator.idle_callers = [each for each in self.communicator.idle_callers if each is not self]
+        leaving.remove(self)
+        callers = self.communicator.idle_callers
+        self.communicator.idle_callers = [each for each in callers if each is not self._transport]
         if not self.communicator.alive():
             return
         with self.communicator.tracker.at(where):
@@ -716,57 +654,6 @@ class Worker:
                 titled(lost),
             )
         self._lost = lost
-
-
-def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[None]:
-    """Join every barrier at which other ranks wait, until all leave; yield while there is none."""
-    if not communicator.alive():
-        return
-    if getattr(sys, "last_type", None) is not None or any(worker.interrupted for worker in workers):
-        logger.error("Rank %d failed in asynchronous training; ending the job", communicator.rank)
-        communicator.abort()
-    if not all(worker.finished for worker in workers):
-        logger.warning("Rank %d exits without finalize(), and waits for the others", communicator.rank)
-        for worker in workers:
-            if not worker.finished:
-                worker.transport.stay_out(True)
-    while (yield from _joined(communicator)) > 0:
-        pass
-
-
-def _joined(communicator: Communicator) -> Generator[None, None, int]:
-    """Join a barrier, yielding while ranks are missing; return the id that others wait for."""
-    look = communicator.begin_idle_barrier(0)
-    try:
-        while (number := look()) is None:
-            yield
-        return number
-    except DifferentCallsError:  # Those whose calls differ meet once more, see Communicator.wait_for_all().
-        yield from _joined(communicator)
-        return barrier_id(Purpose.LEAVE, 1)
-
-
-def _close_all() -> None:
-    """Close all workers at the end of the process, all channels at once: ranks may finish them in different orders."""
-    announce_leaving()  # Before the first barrier, so that ranks that wait for this one elsewhere learn that it leaves.
-    channels: dict[int, list[Worker]] = {}
-    for worker in _open_workers:
-        channels.setdefault(id(worker.communicator.channel), []).append(worker)
-    leaving = [_leave(workers[0].communicator, workers) for workers in channels.values()]
-    while leaving:
-        leaving = [steps for steps in leaving if next(steps, _LEFT) is not _LEFT]
-        time.sleep(1e-3)
-    everyone = [worker.communicator for worker in _open_workers]
-    for worker in list(_open_workers):
-        worker.close()
-    for communicator in everyone:
-        communicator.leave()
-    if any(communicator.dead_ranks() for communicator in everyone):
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        end_now(0)  # The shutdown of MPI and Horovod would wait for dead ranks.
-    depart()
 
 
 def _can_share_memory(communicator: Communicator) -> bool:

@@ -163,7 +163,7 @@ class Communicator(Collectives):
         """Raise on all ranks if they disagree about the members of the set. Collective."""
 
     idle_callers: Sequence[IdleCaller] = ()
-    """The asynchronous optimizers of these ranks, which may wait for each other in idle barriers."""
+    """The transports of the asynchronous optimizers of these ranks, which may wait for each other in idle barriers."""
 
     @property
     def handshake_group(self) -> Communicator:
@@ -319,7 +319,7 @@ class DifferentCallsError(RuntimeError):
 
 
 class IdleCaller(Protocol):
-    """What an optimizer whose ranks may wait in idle barriers has to know."""
+    """The transport of an optimizer whose ranks may wait in idle barriers."""
 
     def apart(self, starts: bool) -> None:
         """Note that this rank is in another call, in which it waits for all others, or no longer."""

@@ -92,7 +92,7 @@ class CollectiveTracker:
         exited: exit notices by rank: of ranks that have ended, or that only take part in idle barriers from now on.
         task: this rank's activity among them, if it is not a handshake.
         timeout: seconds after which waiting is an error; None: never.
-        idle_callers: the asynchronous optimizers of these ranks, see :class:`Communicator`.
+        idle_callers: the transports of the asynchronous optimizers of these ranks, see :class:`Communicator`.
         elastic: membership may change: exits are not reported, and timeouts are off until the first handshake.
     """
 

@@ -49,7 +49,7 @@ class JobCommunicator(Communicator):
 
     @property
     def idle_callers(self) -> Sequence[IdleCaller]:
-        """The asynchronous optimizers of these ranks, with any communicator."""
+        """The transports of the asynchronous optimizers of these ranks, with any communicator."""
         return self.tracker.idle_callers
 
     @idle_callers.setter

@@ -149,6 +149,11 @@ class WithQuorum(Asynchronous[V]):
         """Take part in the round that is open when this rank comes, or, if it is leaving, in the last one.
 
         Return whether somebody in that round still trains.
+
+        Raises:
+            RuntimeError: this rank cannot go on, or no round closes any more.
+            KeyboardInterrupt: in the wait for the round. This rank has taken back its message: it goes on as if it had
+                not come. If the round closed with it nevertheless, it has taken the result; leaving, it raises later.
         """
         context, progress = self.context, self.context.progress
         came, started = time.time(), time.perf_counter()
@@ -175,6 +180,9 @@ class WithQuorum(Asynchronous[V]):
             members = [ranks[member] for member in closed.members]
             report_exchange(self, own, came, self._meeting.waited, True, closed.number, members, closed.norms)
             progress.time(step)
+            self._meeting.conclude()
+        if not leaving:
+            self._meeting.raise_interrupt()
         return any(record.training for record in closed.records)
 
     def _status(self, purpose: Purpose) -> LocalStatus:
@@ -219,6 +227,7 @@ class WithQuorum(Asynchronous[V]):
         self.context.membership.communicator.give_up(self._meeting.round.given_up)
         self.finish()
         self.worker.take(list(self.tensor_groups))
+        self._meeting.raise_interrupt()
 
 
 def _check_wire(wire: Wire, algorithm: Algorithm, bounds: NormBounds) -> None:

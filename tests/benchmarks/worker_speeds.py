@@ -146,12 +146,14 @@ TASKS: dict[str, Callable[[int, int, int], Task]] = {
 def methods(arguments: argparse.Namespace) -> dict[str, tuple[Any, Any, dict[str, Any]]]:
     """Return algorithm, schedule and options by name."""
     period = arguments.period
+    grace = arguments.grace * period * arguments.milliseconds / 1000
     diloco = hvdp.DiLoCo(outer_learning_rate=arguments.outer_learning_rate, outer_momentum=arguments.outer_momentum)
     return {
         SYNCHRONOUS: (diloco, period, {}),
         "quorum of 3": (diloco, period, {"quorum": 3}),
         "asynchronous": (diloco, period, {"asynchronous": True}),
         "asynchronous, DyLU": (diloco, hvdp.DyLU(period), {"asynchronous": True}),
+        "asynchronous, DyLU, grace": (diloco, hvdp.DyLU(period), {"asynchronous": True, "grace_seconds": grace}),
         "elastic averaging, asynchronous": (hvdp.EASGD(), period, {"asynchronous": True}),
     }
 
@@ -254,6 +256,7 @@ def main() -> None:
     parser.add_argument("--period", type=int, default=10, help="local steps between exchanges (default: 10)")
     parser.add_argument("--outer-learning-rate", type=float, default=0.7, help="of DiLoCo (default: 0.7)")
     parser.add_argument("--outer-momentum", type=float, default=0.9, help="of DiLoCo (default: 0.9)")
+    parser.add_argument("--grace", type=float, default=0.3, help="part of the fastest worker's period (default: 0.3)")
     parser.add_argument("--milliseconds", type=float, default=10.0, help="of the fastest worker's step (default: 10)")
     parser.add_argument("--looks", type=int, default=100, help="at the center (default: 100)")
     parser.add_argument("--seeds", type=int, default=3, help="of which to take medians (default: 3)")

@@ -64,7 +64,7 @@ def test_worker_speeds(tmp_path: Path) -> None:
     options = ["--task", "regularized", *size, "--json", str(tmp_path / "results")]
     output = start("mpirun", 2, ["-m", "tests.benchmarks.worker_speeds", *options], 90, "torch")
     results = json.loads((tmp_path / "results").read_text())
-    assert list(results) == ["synchronous", "asynchronous, DyLU"]
+    assert list(results) == ["synchronous", "asynchronous, DyLU", "asynchronous, DyLU, grace"]
     for name, (seed,) in results.items():
         assert name in output
         assert seed["losses"]

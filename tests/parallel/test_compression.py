@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,8 @@ from tests.parallel.launch import run_scenarios
 from tests.parallel.program import Scenarios, attempt, column, crossed, repeated, rotated
 from tests.parallel.tiers import thorough
 
-hvd = pytest.importorskip("tests.parallel.torch_job").hvd
+job = pytest.importorskip("tests.parallel.torch_job")
+hvd = job.hvd
 
 import torch  # noqa: E402
 
@@ -330,12 +329,5 @@ def test_what_is_not_finite(ranks: list[dict[str, Any]]) -> None:
             assert "parameter 'w' is not finite at step 2" in error or not last
 
 
-def main(folder: Path) -> None:
-    """Run all scenarios."""
-    torch.set_num_threads(1)
-    hvd.init()
-    scenario.run(folder, hvd.rank())
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    job.run_all(scenario)

@@ -21,7 +21,8 @@ from tests.parallel.launch import run_scenarios
 from tests.parallel.program import Scenarios, column, crossed
 from tests.parallel.tiers import thorough
 
-hvd = pytest.importorskip("tests.parallel.torch_job").hvd
+job = pytest.importorskip("tests.parallel.torch_job")
+hvd = job.hvd
 pytest.importorskip("mpi4py")
 
 import torch  # noqa: E402
@@ -47,7 +48,6 @@ SECONDS = (0.58, 0.75, 1.51)
 """Per step, of workers of different speed."""
 
 scenario = Scenarios()
-FOLDER: list[Path] = []
 
 
 @pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
@@ -198,7 +198,7 @@ def saved_at_rest() -> Any:
         if hvd.rank() == 0:
             trainer.step()
         parameters = torch.nn.ParameterDict({"fast": trainer.fast, "slow": trainer.slow})
-        folder = FOLDER[0] / f"{mode} {name}"
+        folder = Path(sys.argv[1]) / f"{mode} {name}"
         hvdp.save(folder, parameters, trainer.optimizer)
         expected = trainer.in_turn(order)
         trainer.optimizer.finalize()
@@ -328,13 +328,5 @@ def test_a_rank_that_is_not_finite_takes_the_center(ranks: list[dict[str, Any]])
             assert pushes == [5] * (len(ranks) - 1) + [4]
 
 
-def main(folder: Path) -> None:
-    """Run all scenarios."""
-    torch.set_num_threads(1)
-    hvd.init()
-    FOLDER.append(folder)
-    scenario.run(folder, hvd.rank())
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    job.run_all(scenario)

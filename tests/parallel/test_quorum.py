@@ -18,7 +18,8 @@ from tests.parallel.program import Scenarios, attempt, column, in_the_middle_of_
 from tests.parallel.tiers import thorough
 from tests.unit.test_quorum import ADOPTED, CURVATURE, MINIMUM, PERIOD, RATE, SETS, TABLE, check_adopted
 
-hvd = pytest.importorskip("tests.parallel.torch_job").hvd
+job = pytest.importorskip("tests.parallel.torch_job")
+hvd = job.hvd
 
 import torch  # noqa: E402
 
@@ -451,12 +452,5 @@ def test_refusals(ranks: list[dict[str, Any]]) -> None:
             assert text in found, name
 
 
-def main(folder: Path) -> None:
-    """Run all scenarios."""
-    torch.set_num_threads(1)
-    hvd.init()
-    scenario.run(folder, hvd.rank())
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    job.run_all(scenario)

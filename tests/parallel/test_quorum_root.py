@@ -14,7 +14,8 @@ from tests.parallel.launch import run_scenarios
 from tests.parallel.program import Scenarios, column, in_the_middle_of_a_push, stop_until
 from tests.parallel.tiers import thorough
 
-hvd = pytest.importorskip("tests.parallel.torch_job").hvd
+job = pytest.importorskip("tests.parallel.torch_job")
+hvd = job.hvd
 
 import torch  # noqa: E402
 
@@ -183,12 +184,5 @@ def test_rounds_go_on_without_a_stopped_root(ranks: list[dict[str, Any]], place:
         assert ended == pytest.approx(begun + moved, rel=1e-9)
 
 
-def main(folder: Path) -> None:
-    """Run all scenarios."""
-    torch.set_num_threads(1)
-    hvd.init()
-    scenario.run(folder, hvd.rank())
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    job.run_all(scenario)

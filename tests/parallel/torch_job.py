@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from hvd_periodic import Communicator
 from hvd_periodic.comm.mpi import group_of_ranks
+from tests.parallel.program import Scenarios
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 OVER_MPI = os.environ.get("HVD_PERIODIC_COMM") == "mpi"
@@ -166,3 +168,10 @@ hvd: Any = (
     OverMPI() if OVER_MPI else OverTorchDistributed() if UNDER_TORCHRUN or BESIDE_MPI else _with_waits_that_sleep()
 )
 """Horovod, or what takes its place."""
+
+
+def run_all(scenarios: Scenarios) -> None:
+    """Run scenarios as a rank of the job, in the folder that the command line names."""
+    torch.set_num_threads(1)
+    hvd.init()
+    scenarios.run(Path(sys.argv[1]), hvd.rank())

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hvd_periodic import AGN, BMUF, EASGD, Algorithm, Averaging, Communicator, Compression, DiLoCo, SlowMo
-from hvd_periodic.asynchronous.worker import _leave
+from hvd_periodic.asynchronous.leaving import leave
 from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.comm.subset import Subset
 from hvd_periodic.numpy import SGD, NumpyReplica, PeriodicOptimizer
@@ -616,7 +616,7 @@ def test_a_rank_at_its_end_hears_of_ranks_in_different_calls() -> None:
             with pytest.raises(RuntimeError, match=r"Ranks are in different calls: finalize.* adopt"):
                 optimizer.adopt(model) if comm.rank else optimizer.finalize()
         worker = optimizer.synchronizer.exchanger.worker
-        for _ in _leave(worker.communicator, [worker]):
+        for _ in leave(worker.communicator, [worker]):
             time.sleep(1e-3)
 
     run_ranks(3, job)

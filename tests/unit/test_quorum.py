@@ -504,9 +504,11 @@ def arrays() -> dict[str, Any]:
     return {"w": np.linspace(-1, 1, 6).reshape(2, 3), "b": np.full(4, np.float32(0.3)), "none": np.zeros((0, 2))}
 
 
-def made(communicator: Communicator, name: str, xs: dict[str, Any], **options: Any) -> PeriodicOptimizer:
+def made(
+    communicator: Communicator, name: str, xs: dict[str, Any], period: int = PERIOD, **options: Any
+) -> PeriodicOptimizer:
     algorithm, more = (EVERY | COMPRESSED)[name]
-    optimizer = PeriodicOptimizer(SGD(0.1, 0.5), xs, algorithm, PERIOD, process_set=communicator, **options, **more)
+    optimizer = PeriodicOptimizer(SGD(0.1, 0.5), xs, algorithm, period, process_set=communicator, **options, **more)
     optimizer.synchronizer.begin()
     return optimizer
 
@@ -649,6 +651,29 @@ def test_a_rank_that_cannot_go_on_ends_all() -> None:
     assert "parameter 'w' is not finite at step 2" in texts[1]
     for other in (0, 2):
         assert texts[other].startswith("Rank 1 cannot go on: parameter 'w' is not finite at step 2")
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    ("text", "start"), [("θ", "θ"), ("ü" * 900, "ü" * 400), ("x" + "ü" * 900, "xü"), ("\udcff.txt", "?.txt")]
+)
+def test_the_others_read_texts_that_are_not_ascii(text: str, start: str) -> None:
+    """Also those that are cut in the middle of a character, and names of files that are not UTF-8."""
+
+    def work(communicator: Communicator) -> None:
+        xs = arrays()
+        optimizer = made(communicator, "diloco", xs, quorum=2)
+        exchanger: Any = optimizer.synchronizer.exchanger
+        if communicator.rank == 1:
+            exchanger.tell_failure(OSError(text))
+            raise OSError(text)
+        for _ in range(PERIOD):
+            step(optimizer, xs, communicator.rank)
+
+    texts = [told for _, told in errors(3, work)]
+    for other in (0, 2):
+        assert texts[other].startswith(f"Rank 1 cannot go on: {start}")
+        assert set(texts[other]) <= {*"Rank 1 cannot go on: ?", *text}
 
 
 @pytest.mark.usefixtures("way")
