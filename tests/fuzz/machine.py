@@ -70,7 +70,7 @@ synchronous = setups.filter(lambda setup: not setup.asynchronous)
 names_of_steps = st.lists(st.sampled_from(["step", "step", "step", "skip", "overflow"]), min_size=1, max_size=4)
 
 
-TOGETHER = ("broadcast", "load")
+TOGETHER = ("audit", "broadcast", "load")
 """Calls in which asynchronous ranks, which meet nowhere else, must not be alone."""
 
 
