@@ -125,9 +125,13 @@ class Rounds:
             self.fail(f"Rank {self._ranks[worker]} came after the others had ended without it")
 
     def apart(self, worker: int, starts: bool) -> None:
-        """Note that a worker is in another call from now on, in which it waits for all others, or no longer."""
+        """Note that a worker is in another call from now on, in which it waits for all others, or no longer.
+
+        All workers make the same calls, and end them all: of two, the one that has ended fewer is in the earlier call.
+        A finalize() that has met others in another call is one of these calls as well.
+        """
         self._last_sign = self._now()
-        self._calls[worker] += starts
+        self._calls[worker] += not starts
         (self._apart.add if starts else self._apart.discard)(worker)
 
     def stay_out(self, worker: int, starts: bool) -> None:
@@ -194,7 +198,7 @@ class Rounds:
         """Return the workers that wait in finalize() for one in a call such as save(), which waits for all; and why."""
         found = {}
         for leaving in sorted(self._leaving & self._came.keys()):
-            ahead = [worker for worker in sorted(self._apart) if self._calls[worker] > self._calls[leaving]]
+            ahead = [worker for worker in sorted(self._apart) if self._calls[worker] >= self._calls[leaving]]
             if ahead:
                 one, other = titled([self._ranks[ahead[0]]]), named([self._ranks[leaving]])
                 found[leaving] = (

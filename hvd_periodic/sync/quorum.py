@@ -219,13 +219,17 @@ class WithQuorum(Asynchronous[V]):
         if uncounted is not None:
             raise RuntimeError(uncounted)
         try:
-            while self.exchange(leaving=True):  # In a replayed round, among others that train.
-                pass
+            try:
+                while self.exchange(leaving=True):  # In a replayed round, among others that train.
+                    pass
+            except DifferentCallsError:
+                self.worker.wait_for_all(Purpose.LEAVE)  # All ranks learn of it.
+                raise
+            self.context.membership.communicator.give_up(self._meeting.round.given_up)
+            self.finish()
         except DifferentCallsError:
-            self.worker.wait_for_all(Purpose.LEAVE)  # All ranks learn of it.
+            self._meeting.apart(False)
             raise
-        self.context.membership.communicator.give_up(self._meeting.round.given_up)
-        self.finish()
         self.worker.take(list(self.tensor_groups))
         self._meeting.raise_interrupt()
 

@@ -72,8 +72,8 @@ def bare(task: Task, model: nn.Module, period: int, overlap: bool = False) -> Me
 def begin_ring() -> Begin:
     """Return an allreduce in a ring: each rank passes chunks to the next one and adds those of the previous one.
 
-    In n − 1 hops each rank gets the sum of one of n chunks; in n − 1 more, it gets the other sums. One thread sends, and
-    another one adds arriving pieces while they are in the cache.
+    In n − 1 hops each rank gets the sum of one of n chunks; in n − 1 more, it gets the other sums. One thread sends,
+    and another one adds arriving pieces while they are in the cache.
     """
     to_next, from_previous = neighbours()
     sender, receiver = ThreadPoolExecutor(1), ThreadPoolExecutor(1)

@@ -11,7 +11,8 @@ import pytest
 
 from hvd_periodic import Communicator, LocalCommunicator
 from hvd_periodic.asynchronous import board
-from hvd_periodic.asynchronous.worker import VARIABLE, _leave
+from hvd_periodic.asynchronous.leaving import leave
+from hvd_periodic.asynchronous.worker import VARIABLE
 from hvd_periodic.comm.membership import Membership
 from hvd_periodic.sync.differences import Differences
 from tests.helpers import run_ranks
@@ -140,7 +141,7 @@ def test_a_rank_that_ends_without_finalize_is_not_compared(
         if communicator.rank < 2:
             optimizer.finalize()
         worker = optimizer.synchronizer.exchanger.worker
-        for _ in _leave(communicator, [worker]):
+        for _ in leave(communicator, [worker]):
             pass
 
     run_ranks(3, work)

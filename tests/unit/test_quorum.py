@@ -273,6 +273,21 @@ def test_save_on_some_ranks_and_finalize_on_others_is_an_error() -> None:
     assert text.startswith("Rank 11 is in save() or another call that all ranks make, and rank 10 in")
 
 
+def test_after_an_error_of_different_calls_those_who_are_not_back_are_in_no_later_call() -> None:
+    rounds, _ = at_rest(Quorum(2, 0.5))
+    rounds.apart(2, starts=True)
+    rounds.come(0, leaving=True)
+    assert list(rounds.in_vain()) == [0]
+    rounds.dismiss([0])
+    for worker in (0, 1, 2):  # finalize() of the first and an audit() of the last have ended.
+        rounds.apart(worker, starts=False)
+    for worker in (0, 1, 2):
+        rounds.apart(worker, starts=True)
+    rounds.apart(0, starts=False)
+    rounds.come(0, leaving=True)
+    assert rounds.in_vain() == {}, "rank 12 is about to end the same call"
+
+
 def test_who_has_died_in_another_call_is_not_waited_for() -> None:
     rounds, clock = at_rest(Quorum(2, 0.5), timeout=5.0)
     rounds.apart(0, starts=True)
