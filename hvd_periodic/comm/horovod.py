@@ -18,13 +18,11 @@ from hvd_periodic.comm.collective_tracker import tracker_of
 from hvd_periodic.comm.elastic import ElasticJob, Function, State
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.comm.local import started_alone, started_several
+from hvd_periodic.comm.mpi import open_mpi_spins
 from hvd_periodic.ranks import named
 
 _EVERYONE = "hvd_periodic.0.meeting"
 """Name of the handshake of all ranks of the job."""
-
-_YIELDS = "OMPI_MCA_mpi_yield_when_idle"
-"""Environment variable that tells Open MPI to yield its core while it waits."""
 
 
 class HorovodCommunicator(JobCommunicator):
@@ -158,10 +156,7 @@ class HorovodCommunicator(JobCommunicator):
     @property
     def busy_waits(self) -> bool:  # type: ignore[override]
         """Whether Open MPI spins while it waits, and this host has no spare cores for that."""
-        if "OMPI_COMM_WORLD_SIZE" not in os.environ or not self._hvd.mpi_enabled():
-            return False
-        yields = os.environ.get(_YIELDS, "0").lower() not in ("0", "false", "no")
-        return not yields and len(os.sched_getaffinity(0)) < 2 * int(self._hvd.local_size())
+        return bool(self._hvd.mpi_enabled()) and open_mpi_spins(int(self._hvd.local_size()))
 
     def alive(self) -> bool:
         """Return whether Horovod has not been shut down, here or elsewhere."""

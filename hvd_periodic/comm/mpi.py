@@ -6,9 +6,13 @@ import atexit
 import os
 import socket
 import sys
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import cache
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import numpy as np
@@ -29,6 +33,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_YIELDS = "OMPI_MCA_mpi_yield_when_idle"
+"""Environment variable that tells Open MPI to yield its core while it waits."""
+
+_LARGE = 2**17
+"""Bytes from which on a thread runs a collective: it takes longer than to wake the thread."""
+
 _ABOVE_ALL = 2**31
 """Greater than the id of any barrier."""
 
@@ -39,8 +49,47 @@ _watched: Counter[tuple[int, ...]] = Counter()
 """Number of watched communicators, by ranks of the job; the same on all of these ranks."""
 
 
+class _Mover:
+    """A thread that runs blocking collectives one after the other, over an mpi4py communicator of its own.
+
+    MPI moves the data of nonblocking collectives only while a process is inside of MPI, so that nothing would travel
+    during local steps. Open MPI's nonblocking reductions also send more: the whole buffer to one rank and back.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm, self._calls = comm, SimpleQueue[tuple[Future[None], str, tuple[Any, ...], dict[str, Any]] | None]()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, collective: str, *arguments: Any, **options: Any) -> Future[None]:
+        """Run a collective after those that have begun before."""
+        if self._thread is None:
+            # A daemon: an error ends the process although other ranks never come.
+            self._thread = threading.Thread(target=self._run, name="hvd_periodic.mpi", daemon=True)
+            self._thread.start()
+        future = Future[None]()
+        self._calls.put((future, collective, arguments, options))
+        return future
+
+    def end(self) -> None:
+        """End the thread, once nothing is under way."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, collective, arguments, options = call
+            try:
+                getattr(self._comm, collective)(*arguments, **options)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del call, arguments, future
+
+
 class MPICommunicator(Communicator):
     """The ranks of an mpi4py communicator, which is duplicated to keep the user's messages separate.
+
+    Where MPI has ``MPI_THREAD_MULTIPLE``, a thread runs large collectives, which so move data during local steps.
 
     Args:
         comm: the ranks that exchange. Default: all of the job.
@@ -61,6 +110,10 @@ class MPICommunicator(Communicator):
 
         self._in_place, self._operations = MPI.IN_PLACE, {"sum": MPI.SUM, "max": MPI.MAX}
         self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        self._mover: _Mover | None = None
+        if self._comm.Get_size() > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            self._mover = _Mover(self._comm.Dup())
+            weakref.finalize(self, self._mover.end).atexit = False
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
         self.host = stable_hash(socket.gethostname())
@@ -117,37 +170,37 @@ class MPICommunicator(Communicator):
         return address, failure
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
-        """Start a nonblocking allreduce, in place."""
-        return self._begun(self._comm.Iallreduce(self._in_place, buffer, op=self._operations[op]), buffer)
+        """Start an allreduce, in place."""
+        return self._begin("Allreduce", buffer.nbytes, buffer, self._in_place, buffer, op=self._operations[op])
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         """Broadcast, in place."""
-        return self._begun(self._comm.Ibcast(_known(buffer), root=root), buffer)()
+        return self._begin("Bcast", buffer.nbytes, buffer, _known(buffer), root=root)()
 
     def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
-        """Start a nonblocking reduce-scatter; the result is the beginning of ``buffer``."""
+        """Start a reduce-scatter; the result is the beginning of ``buffer``."""
         bounds = [chunk(len(buffer), rank, self.size) for rank in range(self.size)]
         counts = [stop - start for start, stop in bounds]
-        request = self._comm.Ireduce_scatter(self._in_place, buffer, counts, op=self._operations["sum"])
-        return self._begun(request, buffer[: counts[self.rank]])
+        result, total = buffer[: counts[self.rank]], self._operations["sum"]
+        return self._begin("Reduce_scatter", buffer.nbytes, result, self._in_place, buffer, counts, op=total)
 
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
         """Gather into ``out``, or into a new array."""
         counts = np.empty(self.size, np.int64)
-        self._begun(self._comm.Iallgather(np.array([len(buffer)]), counts), counts)()
+        self._begin("Allgather", 0, counts, np.array([len(buffer)]), counts)()
         if out is None:
             out = np.empty(counts.sum(), buffer.dtype)
         sent, received = _known(buffer), _known(out)
         counts *= len(received) // len(out) if len(out) else 1
-        return self._begun(self._comm.Iallgatherv(sent, [received, counts.tolist()]), out)()
+        return self._begin("Allgatherv", out.nbytes, out, sent, [received, counts.tolist()])()
 
     def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
-        """Start a nonblocking gather into ``out``."""
-        return self._begun(self._comm.Iallgather(buffer, out), out)
+        """Start to gather into ``out``."""
+        return self._begin("Allgather", out.nbytes, out, buffer, out)
 
     def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
-        """Start a nonblocking exchange, in place."""
-        return self._begun(self._comm.Ialltoall(self._in_place, buffer), buffer)
+        """Start an exchange, in place."""
+        return self._begin("Alltoall", buffer.nbytes, buffer, self._in_place, buffer)
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Gather pickled objects; mpi4py's own function of this name is limited to 2³¹ bytes."""
@@ -214,6 +267,11 @@ class MPICommunicator(Communicator):
         if self._liveness is not None:
             self._liveness.give_up(ranks)
 
+    @property
+    def busy_waits(self) -> bool:  # type: ignore[override]
+        """Whether Open MPI spins while it waits, and this host has no spare cores for that."""
+        return self._mover is not None and open_mpi_spins(int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")))
+
     def alive(self) -> bool:
         """Return whether MPI has not ended."""
         from mpi4py import MPI
@@ -224,15 +282,39 @@ class MPICommunicator(Communicator):
         """End all processes of the job."""
         self._comm.Abort(1)
 
-    def _begun(self, request: MPI.Request, result: T) -> Callable[[], T]:
-        """Return a function that waits for a started collective and returns its result."""
+    def _begin(self, collective: str, nbytes: int, result: T, *arguments: Any, **options: Any) -> Callable[[], T]:
+        """Start a collective of mpi4py; return a function that waits for it and returns its result.
+
+        Args:
+            collective: its name, without the ``I`` of nonblocking ones.
+            nbytes: its size, the same on all ranks.
+            result: what it fills.
+            *arguments: those of mpi4py.
+            **options: likewise.
+        """
         number = self.tracker.start_collective()
+        if self._mover is None or nbytes < _LARGE:
+            request = getattr(self._comm, f"I{collective.lower()}")(*arguments, **options)
 
-        def wait() -> T:
-            self.tracker.wait_for(number, request.Test, longest=0.0)  # MPI moves data while it is polled.
-            return result
+            def finish() -> T:
+                self.tracker.wait_for(number, request.Test, longest=0.0)  # MPI moves data while it is polled.
+                return result
 
-        return wait
+        else:
+            future = self._mover.begin(collective, *arguments, **options)
+
+            def finish() -> T:
+                self.tracker.wait_for(number, future.done)
+                future.result()
+                return result
+
+        return finish
+
+
+def open_mpi_spins(ranks_of_host: int) -> bool:
+    """Return whether Open MPI spins while it waits, and this host has no spare cores for that."""
+    yields = os.environ.get(_YIELDS, "0").lower() not in ("0", "false", "no")
+    return "OMPI_COMM_WORLD_SIZE" in os.environ and not yields and len(os.sched_getaffinity(0)) < 2 * ranks_of_host
 
 
 @cache

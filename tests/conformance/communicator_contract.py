@@ -26,7 +26,7 @@ LAUNCHERS = {
 }
 """What starts the ranks of each communicator: plain pytest, here, or a launcher, in tests/parallel."""
 
-SIZES = [0, 1, 7, 1000]
+SIZES = [0, 1, 7, 1000, 100_000]
 """Elements of the buffers; an empty one is legal."""
 
 DTYPES = ["float32", "float64", "int64"]

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -36,6 +37,7 @@ def main(folder: Path) -> None:
 
     communicator = MPICommunicator()
     check_communicator(communicator)
+    assert arrives_by_itself(communicator), "a large sum travels while no rank polls"
     check_messages(communicator.messages, communicator.size, MPI.COMM_WORLD.Barrier)
     if find_spec("torch") is not None:
         import torch
@@ -57,6 +59,17 @@ def main(folder: Path) -> None:
         with optimizer.center():
             results[name] = (replica, x.tolist())
     (folder / f"{communicator.rank}.json").write_text(json.dumps(results))
+
+
+def arrives_by_itself(communicator: MPICommunicator) -> bool:
+    """Return whether a large sum arrives in its buffer before anybody waits for it; collective."""
+    buffer, limit = np.ones(2**20, np.float32), time.monotonic() + 30
+    wait = communicator.allreduce(buffer, "by itself")
+    while buffer[-1] != communicator.size and time.monotonic() < limit:
+        time.sleep(1e-3)
+    arrived = bool(buffer[-1] == communicator.size)
+    wait()
+    return arrived
 
 
 def beside_horovod(folder: Path, transport: str) -> None:
