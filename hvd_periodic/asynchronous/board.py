@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from hvd_periodic.asynchronous.slots import fence
 from hvd_periodic.comm.transports import SharedMemory
 
 ROOM = 2**22
@@ -47,13 +48,15 @@ class BoardInMemory:
         if len(data) > ROOM or (data and not self._memory.reserve(start, start + len(data))):
             return False
         self._memory.buffer[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        fence()
         self._words[self._rank] = call, len(data)
         return True
 
     def posted(self, call: int) -> dict[int, bytes]:
         """Return what workers have shown in a call."""
-        found = {}
-        for worker, (of_call, nbytes) in enumerate(self._words.tolist()):
+        found, words = {}, self._words.tolist()
+        fence()
+        for worker, (of_call, nbytes) in enumerate(words):
             if of_call == call:
                 start = self._start(worker)
                 found[worker] = self._memory.buffer[start : start + nbytes].tobytes()

@@ -153,7 +153,7 @@ class Meeting(Transport):
         # Copies: a front end may form the next one in the same memory.
         copies = [np.array(payload) for payload in payloads]
         sent = Contribution(self._record, list(exchange.rates), copies, seen, self.message_norm)
-        came, self._begun = time.perf_counter(), True
+        came, self._begun, self.interrupt = time.perf_counter(), True, None
         try:
             answer = self._come(sent)
         except KeyboardInterrupt as interrupt:
@@ -165,6 +165,11 @@ class Meeting(Transport):
         self.waited += time.perf_counter() - came
         self._begun = answer[0][0] in PULLS
         return answer
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no round has this worker's message or a result that it has not pulled."""
+        return not self._begun
 
     def conclude(self) -> None:
         """Note that this worker has pulled the result of its round, and counted that."""

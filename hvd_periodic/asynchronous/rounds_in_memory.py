@@ -153,8 +153,8 @@ class RoundsInMemory(Meeting):
 
     def _come(self, sent: Contribution) -> _Result:
         """Write the message, come, and close rounds until this worker has a result."""
-        self._finish_closing()
         self._result = None
+        self._finish_closing()
         for out, data in zip(self._message(self._rank), (self.in_words(sent), *sent.payloads), strict=True):
             out[:] = data
         leaving, pause = sent.record.purpose == Purpose.LEAVE, SHORT
@@ -195,6 +195,7 @@ class RoundsInMemory(Meeting):
             self._agree(self._stop_waiting)
             self._finish_closing()
             self._result = self._taken(self._agreed().results.get(self._rank, _AGAIN))
+        self._agree(lambda agreed: agreed.results.pop(self._rank, None))
         return self._result
 
     def _stop_waiting(self, agreed: Agreed) -> None:

@@ -130,9 +130,9 @@ class Versions:
         mine = self._notes[self._worker]
         for unit, (version, slot) in enumerate(self._units):
             mine[1 + unit] = version << _SLOT_BITS | slot
-        _fence()
+        fence()
         mine[0] = self._noted = self._read
-        _fence()
+        fence()
         self._memory.forget(self._read)
 
     def _resume(self) -> None:
@@ -141,7 +141,7 @@ class Versions:
         read = int(most[0])
         if read <= self._read:
             return
-        _fence()
+        fence()
         words = [int(word) for word in most[1:]]
         self._units = [(word >> _SLOT_BITS, word & (1 << _SLOT_BITS) - 1) for word in words]
         self._read = read
@@ -155,7 +155,7 @@ def _record(unit: int, version: int, slot: int) -> list[int]:
 _ordered = threading.Lock()
 
 
-def _fence() -> None:
+def fence() -> None:
     """Order reads and writes of memory before this call and after it, for other processors: a lock does."""
     for _ in range(2):
         with _ordered:
@@ -222,7 +222,7 @@ class Slots:
                 result = function(memory)
                 changes[self._rank] += 1
                 mine = int(changes[self._rank])
-                _fence()
+                fence()
                 self.versions.propose(unit, version, slot)
                 self._busy[unit] = time.thread_time() - since
                 # It counts the changes of every worker, also those that others have replaced since.
@@ -293,7 +293,7 @@ class Slots:
         while True:
             now = self.versions.now(unit)
             self._slots[slot][:size] = self._slots[now[1]][:size]
-            _fence()
+            fence()
             if self.versions.now(unit) == now:
                 return now[0]
 
@@ -302,7 +302,7 @@ class Slots:
         while True:
             version, slot = self.versions.now(unit)
             result = function(self._parts(unit, slot))
-            _fence()
+            fence()
             if self.versions.now(unit)[0] == version:
                 return result
 

@@ -42,6 +42,11 @@ class Transport(ABC):
     relative_speed = 0.0
     cut: float | None = None
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether other workers wait for nothing of an exchange that was interrupted."""
+        return False
+
     @abstractmethod
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Run one transaction per bucket, in order; yield the vectors that the worker pulls.

@@ -222,6 +222,9 @@ class Worker:
         except DifferentCallsError:  # Nobody waits for its messages any more.
             self.interrupted = False
             raise
+        except KeyboardInterrupt:
+            self.interrupted = not self.transport.at_rest
+            raise
         self.interrupted = False
 
     def exchange(
@@ -559,19 +562,12 @@ class Worker:
 
     def audit(self, posted: bytes) -> dict[int, bytes]:
         """Show something to the others, and return what they show, as :meth:`finish` does; training goes on."""
-        callers = self.communicator.idle_callers
-        for each in callers:
-            each.apart(True)
-        try:
-            with self.communicator.tracker.at("audit()", idle=False):
-                self._post(posted)
-                self.wait_for_all(Purpose.AUDIT)
-                found = self._board.posted(self._calls + 1)
-                self.communicator.idle_barrier(self._id_of(Purpose.AUDIT))  # Nobody posts more before all have read.
-                self._calls += 1
-        finally:
-            for each in callers:
-                each.apart(False)
+        with self.communicator.call_of_all(), self.communicator.tracker.at("audit()", idle=False):
+            self._post(posted)
+            self.wait_for_all(Purpose.AUDIT)
+            found = self._board.posted(self._calls + 1)
+            self.communicator.idle_barrier(self._id_of(Purpose.AUDIT))  # Nobody posts more before all have read.
+            self._calls += 1
         return found
 
     def _post(self, data: bytes) -> None:
@@ -609,12 +605,13 @@ class Worker:
         """
         self.transport.stay_out(True)
         try:
-            with self.communicator.tracker.at("adopt()", idle=False):
+            with self.communicator.call_of_all(self.transport), self.communicator.tracker.at("adopt()", idle=False):
                 self.wait_for_all(Purpose.ADOPT)
                 knows = bool(self.communicator.dead_ranks())
                 return self.communicator.idle_barrier(self._id_of(Purpose.ADOPT) if knows else 0) > 0
         finally:
             self.transport.stay_out(False)
+            self.transport.apart(False)
 
     def wait_for_all(self, purpose: Purpose) -> None:
         """Wait in an idle barrier.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -81,17 +81,12 @@ class Communicator(Collectives):
         group = self.handshake_group
         group.tracker.last_record = record
         own = np.array(integers(replace(record, piggyback_length=piggyback.size)), np.int64)
-        message, callers = np.concatenate([own, piggyback]), group.idle_callers
-        for each in callers:
-            each.apart(True)
-        try:
-            if callers:
+        message = np.concatenate([own, piggyback])
+        with group.call_of_all():
+            if group.idle_callers:
                 with group.tracker.at(record.place, idle=False):
                     group.wait_for_all(barrier_id(Purpose(record.purpose), record.optimizer, handshake=True))
             gathered = group.gather_integers(message, group.handshake_name)
-        finally:
-            for each in callers:
-                each.apart(False)
         records, piggybacks = unpack_records(gathered)
         group.tracker.last_records = records
         conflict = describe_conflict(records, group.global_ranks)
@@ -265,6 +260,22 @@ class Communicator(Collectives):
         """
         ids = self.allgather_object(barrier_id, "hvd_periodic.assembly")
         return lambda: common_barrier(ids)
+
+    @contextmanager
+    def call_of_all(self, besides: IdleCaller | None = None) -> Iterator[None]:
+        """Let no round wait for this rank inside a ``with`` block, in which it waits for all others in another call.
+
+        Args:
+            besides: the transport of the optimizer whose call this is, if its own rounds do wait for this rank.
+        """
+        callers = [each for each in self.idle_callers if each is not besides]
+        for each in callers:
+            each.apart(True)
+        try:
+            yield
+        finally:
+            for each in callers:
+                each.apart(False)
 
     def wait_for_all(self, barrier_id: int) -> None:
         """Wait in an idle barrier; if ranks are in different calls, until all of them come to rounds again.

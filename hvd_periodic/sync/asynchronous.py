@@ -155,8 +155,13 @@ class Asynchronous(Exchanger[V]):
     def leave(self) -> None:
         """Push the remaining steps, then sleep until all ranks have done so.
 
-        All replicas end with the center, if the algorithm hands it out.
+        All replicas end with the center, if the algorithm hands it out. Rounds of other optimizers do not wait for this
+        rank meanwhile.
         """
+        with self.context.membership.communicator.call_of_all(self.worker.transport):
+            self._leave()
+
+    def _leave(self) -> None:
         counters, uncounted = self.context.progress.counters, self.context.exchanged.replica.uncounted
         if uncounted is not None:
             raise RuntimeError(uncounted)

@@ -213,7 +213,7 @@ class WithQuorum(Asynchronous[V]):
                 raise
             return Plan(clock.step + max(clock.period, 1), clock.memory)  # No answer for the end of training.
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Take part in the last round, with all ranks that have not died; all leave with the same center."""
         uncounted = self.context.exchanged.replica.uncounted
         if uncounted is not None:

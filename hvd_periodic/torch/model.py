@@ -25,9 +25,10 @@ _COMPILED = "_orig_mod."
 """The string that ``torch.compile`` inserts into the names of a module that it wraps."""
 
 
-_LISTS = tuple(
-    getattr(torch.nn.Module, name) for name in ("named_parameters", "named_buffers", "named_modules", "_named_members")
-)
+_LISTS = {
+    name: getattr(torch.nn.Module, name)
+    for name in ("named_parameters", "named_buffers", "named_modules", "_named_members")
+}
 """The methods by which a module lists its tensors."""
 
 
@@ -183,15 +184,17 @@ def members_of(module: torch.nn.Module) -> list[object] | None:
     """Return the classes of a module and of its submodules, and the names and identities of all their members.
 
     While these are the same, and the tensors exist, the names and identities of all parameters and buffers are the
-    same. None if that is not known, since a class lists its tensors in its own way.
+    same. None if that is not known, since a class or a module lists its tensors in its own way.
     """
     parts, found, seen = [module], list[object](), {id(module)}
     for part in parts:
         kind = type(part)
-        if (kind.named_parameters, kind.named_buffers, kind.named_modules, kind._named_members) != _LISTS:
+        lists = tuple(getattr(kind, name) for name in _LISTS)
+        if lists != tuple(_LISTS.values()) or not _LISTS.keys().isdisjoint(part.__dict__):
             return None
         found.append(kind)
         for members in (part._parameters, part._buffers, part._modules):
+            found.append(len(members))
             found += members.keys()
             found += map(id, members.values())
         for each in part._modules.values():

@@ -259,7 +259,8 @@ def wait() -> None:
 def main() -> None:
     """Print the table."""
     parser = report.parser(__doc__)
-    parser.add_argument("--methods", nargs="*", metavar="METHOD", help="those whose names contain one of these")
+    text = "those whose names contain one of these; others of --resting by their whole names"
+    parser.add_argument("--methods", nargs="*", metavar="METHOD", help=text)
     parser.add_argument("--megabytes", type=float, default=25, help="of parameters (default: 25)")
     parser.add_argument("--milliseconds", type=float, default=48, help="about as many for a local step (default: 48)")
     parser.add_argument("--period", type=int, default=10, help="local steps between exchanges (default: 10)")
@@ -271,8 +272,10 @@ def main() -> None:
     hvd.init()
     task = (Resting if arguments.resting else Task)(arguments.megabytes, arguments.milliseconds)
     usual = (methods.EXCHANGES if arguments.resting else methods.METHODS) | sockets.METHODS | peers.METHODS
-    makers = usual if arguments.methods is None else usual | methods.METHODS | methods.EXCHANGES
-    chosen = [name for name in makers if any(word in name for word in arguments.methods or [""])]
+    words = arguments.methods or [""]
+    known = usual | methods.METHODS | methods.EXCHANGES
+    makers = {name: make for name, make in known.items() if name in usual or name in words}
+    chosen = [name for name in makers if any(word in name for word in words)]
     made = {ALONE: methods.alone(task, task.model(), arguments.period)}
     made |= {name: makers[name](task, task.model(), arguments.period) for name in chosen}
     parameters = sum(parameter.numel() for parameter in task.model().parameters())

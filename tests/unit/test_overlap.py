@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from hvd_periodic import AGN, BMUF, EASGD, Averaging, DiLoCo, PostLocal, SlowMo
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.comm.mpi import MPICommunicator
 from hvd_periodic.comm.threads import ThreadCommunicator
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests import oracle
@@ -414,6 +415,12 @@ def test_open_mpi_that_spins_is_noticed(
         assert found.busy_waits == spins
         found._hvd.mpi_enabled = lambda: False
         assert not found.busy_waits
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+        over_mpi = MPICommunicator.__new__(MPICommunicator)
+        over_mpi._mover = None
+        assert not over_mpi.busy_waits, "without a thread, nothing waits during local steps"
+        over_mpi._mover = cast(Any, object())
+        assert over_mpi.busy_waits == spins
 
     def make(communicator: Communicator, overlap: int) -> None:
         communicator.busy_waits = yields != "1"

@@ -34,8 +34,9 @@ class Story:
 
     Attributes:
         rank: is interrupted.
-        moment: ``waiting``: before the others come; ``decided``: when the round closes with its message, but the center
-            has not moved; ``closed``: when there is a result.
+        moment: ``early``: before its message is written; ``waiting``: before the others come; ``decided``: when the
+            round closes with its message, but the center has not moved; ``closed``: when there is a result; ``taken``:
+            when it has taken that, and has not told so.
     """
 
     def __init__(self, way: str, rank: int, moment: str) -> None:
@@ -69,8 +70,12 @@ class Story:
     def interrupts(self, transport: Any) -> AbstractContextManager[Any]:
         """Let the rank be interrupted."""
         waits = self.moment == "waiting"
+        if self.moment == "taken":
+            tells = self.raising(True, lambda _: transport._result is not None)
+            return patch.object(transport, "_agree", tells(transport._agree))
         if self.way == "window":
-            name = {"waiting": "_close_what_is_due", "decided": "_move_and_tell", "closed": "_taken"}[self.moment]
+            names = {"early": "_finish_closing", "waiting": "_close_what_is_due", "decided": "_move_and_tell"}
+            name = names.get(self.moment, "_taken")
             return patch.object(transport, name, self.raising(before=True)(getattr(transport, name)))
         if self.rank == transport.root and waits:
             return patch.object(transport, "_while_waiting", self.raising(before=True)(transport._while_waiting))
@@ -134,7 +139,7 @@ def trained(communicator: Communicator, name: str, story: Story, interrupts: boo
     optimizer.synchronizer.sync()
     steps(optimizer, xs, rank, 2)
     communicator.allgather_object(None, "second")
-    takes_back = story.moment == "waiting"
+    takes_back = story.moment in ("early", "waiting")
     with story.arrivals(transport_of(optimizer), rank) if interrupts else nullcontext():
         communicator.allgather_object(None, "patched")
         if rank != story.rank:
@@ -159,7 +164,7 @@ def trained(communicator: Communicator, name: str, story: Story, interrupts: boo
     return [*(x.copy() for x in xs.values()), *center, counters.rounds, counters.local_steps]
 
 
-MOMENTS = [("window", "waiting"), ("window", "decided"), ("window", "closed")]
+MOMENTS = [("window", moment) for moment in ("early", "waiting", "decided", "closed", "taken")]
 MOMENTS += [(way, moment) for way in ("service", "tcp") for moment in ("waiting", "closed")]
 
 

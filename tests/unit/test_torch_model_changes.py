@@ -56,6 +56,12 @@ def moved(network: Network) -> None:
     network.d[0], network.d[1] = network.d[1], network.d[0]
 
 
+def in_place_of_a_parameter(network: Network) -> None:
+    part, tensor = network.d[0], network.d[0].bias
+    del part.bias
+    part.register_buffer("bias", tensor)
+
+
 CHANGES: dict[str, tuple[Change, str | None]] = {
     "nothing": (lambda n: None, None),
     "a value": (lambda n: n.c.weight.data.zero_(), None),
@@ -78,6 +84,7 @@ CHANGES: dict[str, tuple[Change, str | None]] = {
     "a new buffer": (lambda n: n.register_buffer("other", torch.zeros(1)), "other"),
     "a new local buffer": (lambda n: n.d.register_buffer("own", torch.zeros(1)), None),
     "a local buffer": (lambda n: setattr(n.d[1], "running_mean", torch.zeros(3)), None),
+    "a local buffer in place of a parameter": (in_place_of_a_parameter, "d.0.bias"),
     "a local parameter": (lambda n: setattr(n.d[0], "weight", torch.nn.Parameter(torch.zeros(3, 2))), None),
 }
 """Changes, with the name that is reported."""
@@ -154,3 +161,11 @@ def test_names_are_compared_only_after_a_change(monkeypatch: pytest.MonkeyPatch)
     network.c.bias = torch.nn.Parameter(torch.zeros(2))
     named.changed()
     assert compared
+
+
+def test_a_change_that_only_the_module_itself_knows_of_is_noticed() -> None:
+    network = Network()
+    named = NamedTensors.of(network, None)
+    own, extra = network.named_parameters, ("extra", torch.nn.Parameter(torch.zeros(2)))
+    network.named_parameters = lambda *args, **kwargs: [*own(*args, **kwargs), extra]
+    assert named.changed() == "extra"

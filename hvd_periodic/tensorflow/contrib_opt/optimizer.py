@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from inspect import isfunction
 from itertools import chain
@@ -323,7 +323,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         with tf.compat.v1.name_scope(None), tf.device(None):
             pushed = [end.push_rest() for center, end in zip(shared, self._ends, strict=True) if center.hands_out]
             with tf.control_dependencies(pushed):
-                finished = [center.finish() for center in shared]
+                finished = _in_turn(center.finish for center in shared)
             with tf.control_dependencies(finished):
                 taken = self._initialization.start_from_centers() if pushed else []
             with tf.control_dependencies([*finished, *taken]):
@@ -356,7 +356,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         if not self._ends:
             raise RuntimeError("get_audit_op() needs a train op: call apply_gradients() or minimize() first")
         with tf.compat.v1.name_scope(None), tf.device(None):
-            return tf.group(*(end.audit() for end in self._ends), name=f"{self._name}.audit")
+            return tf.group(*_in_turn(end.audit for end in self._ends), name=f"{self._name}.audit")
 
     def _landed(self) -> list[tf.Operation]:
         return [end.land() for end in self._ends] if self._options["overlap"] else []
@@ -497,3 +497,12 @@ def _keep_local(variables: Sequence[Any]) -> None:
     everywhere[:] = [variable for variable in everywhere if variable.ref() not in own]
     for variable in moved:
         graph.add_to_collection(_COLLECTIONS.LOCAL_VARIABLES, variable)
+
+
+def _in_turn(makes: Iterable[Callable[[], tf.Operation]]) -> list[tf.Operation]:
+    """Return operations, each of which runs after the one before: all ranks have to be in the same call."""
+    made: list[tf.Operation] = []
+    for make in makes:
+        with tf.control_dependencies(made[-1:]):
+            made.append(make())
+    return made
