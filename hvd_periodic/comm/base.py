@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -82,7 +82,7 @@ class Communicator(Collectives):
         group.tracker.last_record = record
         own = np.array(integers(replace(record, piggyback_length=piggyback.size)), np.int64)
         message = np.concatenate([own, piggyback])
-        with group.call_of_all():
+        with group.call_of_all() if group.idle_callers else nullcontext():
             if group.idle_callers:
                 with group.tracker.at(record.place, idle=False):
                     group.wait_for_all(barrier_id(Purpose(record.purpose), record.optimizer, handshake=True))
